@@ -40,7 +40,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.planner import finalists, plan, price_candidate, refinements
 from hydragraph.planner.assignment import assign_mini_batch
 from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
-from hydragraph.planner.assignment.spread_search import Effort
+from hydragraph.planner.assignment.spread_search import SearchEffort
 from hydragraph.planner.generators import malleus_autohet
 from hydragraph.planner.plan import Plan
 from hydragraph.spec.cluster import Cluster, Interconnect, Node
@@ -65,7 +65,7 @@ def _nothing(*_: Any, **__: Any) -> list[Any]:
     return []
 
 
-def _without_way(way: malleus_autohet.Way) -> Change:
+def _without_way(way: malleus_autohet.SearchMethod) -> Change:
     ways = tuple(each for each in plan.WAYS["auto"] if each != way)
     return plan, "WAYS", {**plan.WAYS, "auto": ways}
 
@@ -121,7 +121,7 @@ ASSIGNING: Mapping[str, Sequence[Change]] = {
     "kicks of packing": [(assign_mini_batch, "PACKING_KICKS", 0)],
     "search by the schedule": [(assign_mini_batch, "improved", lambda start, cut, effort, seed: cut)],
     "kicks of the schedule search": [(assign_mini_batch, "EFFORT", replace(assign_mini_batch.EFFORT, kicks=0))],
-    "kicks by the envelope": [(assign_mini_batch, "SPREADING", Effort(kicks=0, enough=3e-3))],
+    "kicks by the envelope": [(assign_mini_batch, "SPREADING", SearchEffort(kicks=0, enough=3e-3))],
     "envelope and its rounds": [(assign_mini_batch, "search", _first), (assign_mini_batch, "ROUNDS", 1)],
 }
 PARTS = {**PLANNING, **ASSIGNING}

@@ -48,8 +48,8 @@ import hydragraph as hg
 from benchmarks.everything import AGREE, HANGS_S, LONGEST, Brakes, Done, read_steps, slower, words_of, write_texts
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.planner.price_candidate import Settled
-from hydragraph.planner.price_mini_batches import Varied
+from hydragraph.planner.price_candidate import PricedPlan
+from hydragraph.planner.price_mini_batches import MiniBatchPrices
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.record import from_record
 from hydragraph.spec.strategy import Strategy
@@ -167,8 +167,8 @@ class ByHand:
         total = 0.0
         for text, count in Counter(strategies).items():
             strategy = text.partition("@")[0]
-            settled = Varied(self.costs, self.batches).settle(Strategy.parse(strategy, layers), "given")
-            assert isinstance(settled, Settled), f"{strategy}: {settled}"
+            settled = MiniBatchPrices(self.costs, self.batches).settle(Strategy.parse(strategy, layers), "given")
+            assert isinstance(settled, PricedPlan), f"{strategy}: {settled}"
             total += count * settled.seconds
         return total / len(strategies)
 

@@ -42,10 +42,10 @@ from rich.table import Table as Printed
 import hydragraph as hg
 from benchmarks.published.deepspeed import DEEPSPEED, Stack, deepspeed_s
 from hydragraph.cost.block_pieces import AUX, BlockPiece, PricedDevice
-from hydragraph.cost.curves import Constants, Load
+from hydragraph.cost.curves import Constants, LengthSums
 from hydragraph.cost.measured_profile import PipelineCost, Profile
 from hydragraph.cost.model_sizes import ModelSizes
-from hydragraph.cost.stage_costs import Hop, StageCost
+from hydragraph.cost.stage_costs import NeighborMessages, StageCost
 from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines, bounded_pipelines, enveloped
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node, Pair
 from hydragraph.spec.stage_kind import StageKind
@@ -85,7 +85,7 @@ class Table(Constants):
         rows = tuple(sorted(seconds.items()))
         return cls(0.0, rows[-1][1] / rows[-1][0], 0.0, rows=rows)
 
-    def at(self, load: Load) -> float:
+    def at(self, load: LengthSums) -> float:
         tokens = load.tokens
         if len(self.rows) == 1:
             return self.rows[0][1] * tokens / self.rows[0][0]
@@ -388,7 +388,7 @@ def drawn(seed: int) -> tuple[list[PipelineCost], list[int]]:
         parts: tuple[StageCost, ...] = ()
         if random.random() < 0.5:
             rates = random.uniform(0.5, 1, stages)
-            hop = Hop((Interconnect(float(10 ** random.uniform(8, 10)), 1e-4),), 8192)
+            hop = NeighborMessages((Interconnect(float(10 ** random.uniform(8, 10)), 1e-4),), 8192)
             hops = [hop] * (stages - 1) + [None]
             parts = tuple(
                 StageCost((((r / 3, costs),),), (((2 * r / 3, costs),),), ahead=h, back=h)

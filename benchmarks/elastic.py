@@ -46,7 +46,7 @@ from benchmarks import plans
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.engine.candidate_strategies import Planning, request_of
-from hydragraph.engine.live_reshard import Handover
+from hydragraph.engine.live_reshard import LiveReshard
 from hydragraph.engine.step_planner import IterationPlanner
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import PlanRequest
@@ -114,7 +114,7 @@ def pause(table: Table) -> None:
             def stepped(step: int, struck: int, seen: dict[int, float] = seen) -> None:
                 seen.setdefault(step, time.monotonic())
 
-            strikes = [disturbed_run.Strike("kill", 17, 0.7, 0.0)]
+            strikes = [disturbed_run.InjectedFault("kill", 17, 0.7, 0.0)]
             done = disturbed_run.run(config, strikes, stepped, until=config.steps)
             took = [event.seconds for event in done.events if event.event == "resumed"]
             times = sorted(seen.values())
@@ -272,7 +272,7 @@ def parts(tokens: int, rounds: int, layers: int) -> list[Part]:
         return call
 
     for method in ("go_on", "end"):
-        setattr(Handover, method, timed(getattr(Handover, method)))
+        setattr(LiveReshard, method, timed(getattr(LiveReshard, method)))
     rehome, move = timed(exe.rehome), timed(exe.move)
     found = []
     for turn in range(2 * rounds + 2):

@@ -49,7 +49,7 @@ from benchmarks.step import rivals
 from hydragraph.cost.compiled_blocks import CompiledBlocks, VariantOf
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.rank_memory import Memory, Walk, exchange_name
+from hydragraph.cost.rank_memory import Memory, MemoryWalk, exchange_name
 from hydragraph.cost.traffic_bytes import HomeTraffic
 from hydragraph.frontend.mini_batch import token_multiple
 from hydragraph.frontend.packed_batch import padding
@@ -231,7 +231,7 @@ def measure(prepared: tuple[hg.Program, object], sizes: Sizes, text: str, home: 
     compiled, batches = exe._session.preparer._variants.get, micro_batches(strategy, sizes.lengths)  # compiled already
     blocks = CompiledBlocks(exe.program, compiled)
     traffic = HomeTraffic(HomeLayouts(home, exe.ranks).of)
-    walk = partial(Walk, blocks, strategy, batches, exe.rank, exe.ranks, traffic=traffic)
+    walk = partial(MemoryWalk, blocks, strategy, batches, exe.rank, exe.ranks, traffic=traffic)
     live = LiveBytes()
     ended = []
     with live, mock.patch.object(executor, "copy_to_host", unseen_copy):
@@ -252,7 +252,7 @@ def measure(prepared: tuple[hg.Program, object], sizes: Sizes, text: str, home: 
 
 @contextmanager
 def ends_of(runs: executor.Executor) -> Iterator[dict[int, list[str]]]:
-    """Yield the exchanges that a step ends without having to wait, by the index of an instruction (`Walk`)."""
+    """Yield the exchanges that a step ends without having to wait, by the index of an instruction (`MemoryWalk`)."""
     over: dict[int, list[str]] = {}
     now, end = -1, executor.Executor._end
 

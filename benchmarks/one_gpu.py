@@ -45,7 +45,7 @@ def main() -> None:
             elastic={"copies": 2},
         )
         peaceful, stormy = disturbed_run.prepared(config, Path(temporary), 0)
-        strikes = [disturbed_run.Strike("kill", AFTER, 0.5, 0.05)]
+        strikes = [disturbed_run.InjectedFault("kill", AFTER, 0.5, 0.05)]
         disturbed = disturbed_run.run(replace(stormy, steps=STEPS), strikes, until=STEPS)
         undisturbed = disturbed_run.run(replace(peaceful, steps=STEPS))
     table = Table(title=f"{chosen.ranks} ranks on one {chosen.device}, one killed")

@@ -54,12 +54,12 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.variants import Variants
 from hydragraph.planner.exact.autohet_grouping import EntityKind, most_power_by_scip
 from hydragraph.planner.generators.device_groups import nodes_of
-from hydragraph.planner.generators.group_prices import Prices, site_of, state_bytes
+from hydragraph.planner.generators.group_prices import LayerPrices, site_of, state_bytes
 from hydragraph.planner.generators.pipeline_layers import spread
 from hydragraph.planner.generators.stage_layout import Option
 from hydragraph.planner.plan import Plan
 from hydragraph.planner.price_candidate import Shortage, settle, share_out, simulated
-from hydragraph.planner.price_mini_batches import Varied
+from hydragraph.planner.price_mini_batches import MiniBatchPrices
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.health import Health
@@ -249,7 +249,7 @@ def by_megatron_memory(option: Option, layers: int, in_flight: int, ends: tuple[
 
 def megatron_strategies(costs: hg.Costs, length: int, together: int) -> Iterator[Strategy]:
     """Yield Megatron-like strategies that fit by its memory, each with the least recomputation."""
-    prices = Prices(costs, [length] * together)
+    prices = LayerPrices(costs, [length] * together)
     for pipelines in symmetric_pipelines(costs, by_stage=True):
         depth = len(pipelines[0])
         layers = equal_parts(costs.outline.layers, depth)
@@ -291,7 +291,7 @@ def strategy_of(
 
 def balanced_strategies(costs: hg.Costs, length: int, together: int, sequences: int) -> Iterator[Strategy]:
     """Yield symmetric strategies of ours: one depth and one degree, layers by speed, the same in all pipelines."""
-    prices = Prices(costs, [length] * together)
+    prices = LayerPrices(costs, [length] * together)
     state = state_bytes(prices.costs)
     free = [0.9 * costs.memory_of(rank) - state / costs.ranks for rank in range(costs.ranks)]
     for by_stage in (True, False):
@@ -332,7 +332,7 @@ def balanced_strategies(costs: hg.Costs, length: int, together: int, sequences: 
 
 
 def _row(
-    prices: Prices,
+    prices: LayerPrices,
     costs: hg.Costs,
     ranks: tuple[int, ...],
     kind: StageKind,
@@ -626,7 +626,7 @@ def grouped_by_power(costs: hg.Costs, workload: Workload) -> list[tuple[tuple[in
     """Return pipelines of single devices by equation 3, each in node order."""
     from benchmarks.published.most_power import most_power
 
-    prices = Prices(costs, [workload.longest])
+    prices = LayerPrices(costs, [workload.longest])
     kinds = []
     members = []
     for each in nodes_of(costs):
@@ -912,12 +912,12 @@ def as_published(costs: hg.Costs, workload: Workload, method: Any) -> tuple[floa
             strategy = hg.plan(known, assumed, method=method).strategy
         except Unsupported:
             continue
-        own = Varied(known, workload.batches).settle(strategy, method)
+        own = MiniBatchPrices(known, workload.batches).settle(strategy, method)
         if not isinstance(own, Shortage):
             owned = costs.changed(home=own.home)
             each = [owned.simulate(strategy, assignment).seconds for assignment in own.assignments]
             own_s = min(own_s, statistics.fmean(each))
-        ours = Varied(costs, workload.batches).settle(strategy, method)
+        ours = MiniBatchPrices(costs, workload.batches).settle(strategy, method)
         if not isinstance(ours, Shortage):
             ours_s = min(ours_s, ours.seconds)
     return own_s, ours_s

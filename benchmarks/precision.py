@@ -27,7 +27,7 @@ from rich.table import Table
 import hydragraph as hg
 from hydragraph.data.mini_batches import Drawn
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.data import Tokens, mini_batches, open_tokens, prepare
+from hydragraph.train.data import PreparedCorpus, mini_batches, open_tokens, prepare
 from hydragraph.train.model import build_model
 from hydragraph.train.optimizer import learning_rate, optimizer_factory
 
@@ -73,7 +73,7 @@ def configured(sizes: Sizes, steps: int, device: str) -> TrainConfig:
     return TrainConfig.load(DEMO, [f"{name}={value}" for name, value in changes.items()])
 
 
-def train_both(config: TrainConfig, tokens: Tokens, progress: Callable[[int], None]) -> tuple[Curve, Curve]:
+def train_both(config: TrainConfig, tokens: PreparedCorpus, progress: Callable[[int], None]) -> tuple[Curve, Curve]:
     """Train in fp32 and in bf16, a step of each in turn, on the run's own mini-batches and learning rates."""
     sides = [_compiled(config, tokens, dtype) for dtype in (torch.float32, torch.bfloat16)]
     losses: tuple[list[float], ...] = ([], [])
@@ -92,7 +92,7 @@ def train_both(config: TrainConfig, tokens: Tokens, progress: Callable[[int], No
     return plain, rounded
 
 
-def _compiled(config: TrainConfig, tokens: Tokens, dtype: torch.dtype) -> hg.Executable:
+def _compiled(config: TrainConfig, tokens: PreparedCorpus, dtype: torch.dtype) -> hg.Executable:
     model = build_model(config.model, tokens.vocabulary, tokens.end_of_text, config.seed)
     strategy = hg.Strategy.parse(config.strategies[0], model.config.num_hidden_layers)  # type: ignore[union-attr, arg-type]
     factory = optimizer_factory(config.optimizer, model)

@@ -70,7 +70,7 @@ from hydragraph.cost import datasheet as roofline
 from hydragraph.cost.block_pieces import BlockPiece
 from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.curves import Load
+from hydragraph.cost.curves import LengthSums
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.pricing import micro_batches_of
 from hydragraph.ir.program import Program
@@ -204,7 +204,7 @@ class Otherwise:
             if self.measured and forward.b > 0:
                 found, own = (
                     measured_s(type_, kind, forward.a > 0, piece, hidden_bytes),
-                    forward.at(Load([EAGER_TOKENS])),
+                    forward.at(LengthSums([EAGER_TOKENS])),
                 )
                 forward, backward = (c.times(min(1.0, found / own)) for c in (forward, backward))
                 forward, backward = (
@@ -212,7 +212,7 @@ class Otherwise:
                 )
             if self.eager and forward.a > 0:
                 forward, backward = (
-                    replace(c, c=c.c + max(0.0, least_s - c.at(Load(lengths))))
+                    replace(c, c=c.c + max(0.0, least_s - c.at(LengthSums(lengths))))
                     for c, least_s in ((forward, LAUNCHED_S), (backward, 2 * LAUNCHED_S))
                 )
             exposed = kind.tp if self.overlapped else 1

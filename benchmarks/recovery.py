@@ -39,8 +39,8 @@ from rich.table import Table
 import hydragraph as hg
 from hydragraph.checkpoint.extra_entry import encoded
 from hydragraph.checkpoint.piece_recovery import Recovery
-from hydragraph.checkpoint.piece_sources import Tier
-from hydragraph.checkpoint.state_pieces import DiskShelf, Kept, Pieces, Shelf
+from hydragraph.checkpoint.piece_sources import StorageTier
+from hydragraph.checkpoint.state_pieces import DiskStorage, Pieces, PieceStorage, StoredCheckpoint
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import join
 from hydragraph.ir.home_layout import HomeLayouts
@@ -106,7 +106,7 @@ class Limited:
         bytes_per_s: this node's part of its bandwidth.
     """
 
-    def __init__(self, shelf: Shelf, bytes_per_s: float) -> None:
+    def __init__(self, shelf: PieceStorage, bytes_per_s: float) -> None:
         self._shelf = shelf
         self._rate = bytes_per_s
         self._free = 0.0  # when what was asked for before is through
@@ -153,7 +153,7 @@ def write(of: Model, folder: Path) -> None:
         for weights in state.home.weights.values():
             weights.normal_()
         pieces = Pieces(memory=False, disk=folder / f"N{node}", store=f"file://{folder}/cloud")
-        pieces.put(Kept(1, "-1"), state, of.buckets, columns, partial(encoded, "extra", common))
+        pieces.put(StoredCheckpoint(1, "-1"), state, of.buckets, columns, partial(encoded, "extra", common))
         pieces.wait()
 
 
@@ -167,12 +167,12 @@ def read(of: Model, folder: Path, scenario: Scenario, near: bool, cloud: float, 
     state = HomeState.allocate(cast(Program, of), HomeLayouts(home, world.ranks).by_name(of.buckets), world.rank)
     pieces = Pieces(memory=False, disk=folder / f"N{node}", store=f"file://{folder}/cloud")
     # All files lie on this machine, so places differ only in their simulated speeds.
-    pieces.shelves[Tier.STORE] = Limited(DiskShelf(folder / "cloud"), cloud / world.ranks)
-    pieces.shelves[Tier.DISK] = Limited(pieces.shelves[Tier.DISK], disk)
+    pieces.shelves[StorageTier.STORE] = Limited(DiskStorage(folder / "cloud"), cloud / world.ranks)
+    pieces.shelves[StorageTier.DISK] = Limited(pieces.shelves[StorageTier.DISK], disk)
     if not near:
-        del pieces.shelves[Tier.DISK]
+        del pieces.shelves[StorageTier.DISK]
     elif len(scenario.nodes) == 1:
-        pieces.shelves[Tier.STORE] = Limited(DiskShelf(folder / "cloud"), cloud)
+        pieces.shelves[StorageTier.STORE] = Limited(DiskStorage(folder / "cloud"), cloud)
     groups.gather(None)
     began = time.perf_counter()
     Recovery(pieces, of.buckets, state, groups, chunk=8 << 20).run()

@@ -38,7 +38,7 @@ from rich.table import Table
 
 import hydragraph as hg
 from benchmarks.step import Sizes, Step, adamw, rivals
-from hydragraph.runtime.instruction_trace import Exposed
+from hydragraph.runtime.instruction_trace import ExposedSeconds
 from tests.nodes import TwoNodes, limited, shaping_refusal, torchrun
 
 SIZES = Sizes(512, 4, 1024)
@@ -94,7 +94,7 @@ class Sides:
 
     def __init__(self, sizes: Sizes) -> None:
         warnings.filterwarnings("ignore")
-        self._steps: dict[str, Callable[[int], tuple[float, Exposed]]] = {
+        self._steps: dict[str, Callable[[int], tuple[float, ExposedSeconds]]] = {
             n: _plain(s) for n, s in rivals(sizes).items()
         }
         self._executables = []
@@ -138,19 +138,19 @@ def _interface() -> str:
     return os.environ["GLOO_SOCKET_IFNAME"]
 
 
-def _plain(step: Step) -> Callable[[int], tuple[float, Exposed]]:
-    def run(turn: int) -> tuple[float, Exposed]:
+def _plain(step: Step) -> Callable[[int], tuple[float, ExposedSeconds]]:
+    def run(turn: int) -> tuple[float, ExposedSeconds]:
         loss = torch.tensor(step(turn))
         if turn < 0:
             dist.all_reduce(loss)
             loss /= dist.get_world_size()
-        return float(loss), Exposed()
+        return float(loss), ExposedSeconds()
 
     return run
 
 
-def _ours(exe: hg.Executable, sizes: Sizes) -> Callable[[int], tuple[float, Exposed]]:
-    def run(turn: int) -> tuple[float, Exposed]:
+def _ours(exe: hg.Executable, sizes: Sizes) -> Callable[[int], tuple[float, ExposedSeconds]]:
+    def run(turn: int) -> tuple[float, ExposedSeconds]:
         report = exe.step(sizes.sequences(turn))
         return report.loss, report.exposed
 

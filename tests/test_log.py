@@ -18,7 +18,7 @@ import hydragraph as hg
 from hydragraph import log
 from hydragraph.checkpoint.folder import prune
 from hydragraph.cluster.communicators import Groups
-from hydragraph.cluster.failure.rank_watch import Watch
+from hydragraph.cluster.failure.rank_watch import RankWatch
 from hydragraph.cluster.launch import join
 from hydragraph.errors import Stopped
 from hydragraph.passes.recently_used import LRU
@@ -187,7 +187,7 @@ def test_who_is_no_rank_says_nothing_of_ranks(monkeypatch: pytest.MonkeyPatch) -
     record = logging.LogRecord("hydragraph.x", logging.INFO, "", 0, "hello", (), None)
     assert log.RankFilter().filter(record)
     assert logging.Formatter(log.FORMAT).format(record) == "hydragraph.x: hello"
-    Watch(None, 2, 1)  # what any process makes that joins
+    RankWatch(None, 2, 1)  # what any process makes that joins
     log.at_step(5)
     log.RankFilter().filter(record)
     assert [getattr(record, name) for name in ("rank", "ranks", "step")] == [2, 1, 5]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hydragraph as hg
-from hydragraph.checkpoint.weights.pretrained_directory import Shell, published_keys
+from hydragraph.checkpoint.weights.pretrained_directory import MetaModel, published_keys
 from tests.models import gpt2, llama, mixtral, randomised, sequences
 from tests.ready import Ready
 from tests.test_peft import adapted
@@ -132,4 +132,4 @@ def test_several_adapters_are_refused() -> None:
     model.add_adapter("second", peft.LoraConfig(target_modules=["up_proj"]))
     model.base_model.set_adapter(["default", "second"])
     with pytest.raises(hg.Unsupported, match=r"a peft model with several adapters \(default, second\)"):
-        published_keys(Shell(model))
+        published_keys(MetaModel(model))

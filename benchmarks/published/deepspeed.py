@@ -16,7 +16,7 @@ from itertools import pairwise
 from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.pricing import MESSAGE_BYTES
-from hydragraph.cost.stage_costs import Hop
+from hydragraph.cost.stage_costs import NeighborMessages
 from hydragraph.errors import Unsupported
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Interconnect
@@ -93,7 +93,7 @@ def _pipeline_end(
     return exchanged_end(forward, backward, ahead, back, buffered)
 
 
-def _hop(costs: Costs, strategy: Strategy, stage: Stage, other: Stage, stack: Stack) -> Hop:
+def _hop(costs: Costs, strategy: Strategy, stage: Stage, other: Stage, stack: Stack) -> NeighborMessages:
     """Return the messages between two stages; those of all pipelines are sent at the same time and share cards."""
     hop = costs.hop(stage, other)
     at = next((p.stages.index(stage), p.stages.index(other)) for p in strategy.pipelines if stage in p.stages)
@@ -107,7 +107,7 @@ def _hop(costs: Costs, strategy: Strategy, stage: Stage, other: Stage, stack: St
     return replace(hop, sharing=max(uses.values()), part=hop.part / stage.tp if stack.parts else hop.part)
 
 
-def _size(hop: Hop, tokens: int) -> float:
+def _size(hop: NeighborMessages, tokens: int) -> float:
     return tokens * hop.token_bytes * hop.part
 
 

@@ -24,7 +24,7 @@ from hydragraph.cost.block_pieces import BlockPiece, PricedDevice
 from hydragraph.cost.costed_work import CostedWork
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.curves import Constants
-from hydragraph.cost.instruction_work import Part, Without
+from hydragraph.cost.instruction_work import ExcludedCosts, Part
 from hydragraph.cost.measured_profile import Profile, Scheme
 from hydragraph.cost.micro_batch_order import FORWARD
 from hydragraph.cost.model_sizes import ModelSizes
@@ -148,7 +148,7 @@ class SchemeWork(CostedWork):
         self._whole = profile
 
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
-        """See `cost.instruction_work.Priced`."""
+        """See `cost.instruction_work.InstructionCosts`."""
         stage = self._where[ranks[0]]
         if not block.startswith("layer."):
             return [0.0] * len(micro_batches)
@@ -164,7 +164,7 @@ def simulated(
     costs: Costs, profile: Profile, chosen: hg.Strategy, assignment: Assignment, without: Sequence[Part] = ()
 ) -> Timeline:
     """Simulate an iteration by the published scheme's seconds, everything else from `costs`."""
-    work = Without(SchemeWork(costs, profile, chosen, assignment), *without)
+    work = ExcludedCosts(SchemeWork(costs, profile, chosen, assignment), *without)
     return run(stage_actors(costs.outline, chosen, assignment.counts, costs.ranks), costs.cluster, work)
 
 

@@ -44,7 +44,7 @@ from benchmarks.published.llamas import (
 )
 from benchmarks.published.workload import Lengths, fixed_length, in_turn
 from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
-from hydragraph.cost.traffic import Roads, Transfers
+from hydragraph.cost.traffic import RankLinks, Transfers
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.layout import GradientKind, propagation
 from hydragraph.ir.link import copy
@@ -319,7 +319,7 @@ def resharded(profile: Profile, devices: int, old: Scheme, new: Scheme) -> float
         size = np.asarray((slices.hi - slices.lo) * BYTES, dtype=np.float64)
         pieces.append(Transfers(slices.src, slices.dst, size))
     pushed = moved(costs, profile, strategy([old] * (devices // (old[0] * old[1])), profile), Op.PUSH)
-    roads = Roads(costs.cluster, np.arange(devices))
+    roads = RankLinks(costs.cluster, np.arange(devices))
     return sum(float(roads.passage(together(each, devices)).seconds.max()) for each in (pieces, pushed))
 
 

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from hydragraph.cost.costs import Costs
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.generators.device_groups import NodeDevices, nodes_of
-from hydragraph.planner.generators.group_prices import Prices, state_bytes
+from hydragraph.planner.generators.group_prices import LayerPrices, state_bytes
 from hydragraph.planner.iteration_bound import bound
 from hydragraph.spec.health import Health
 from hydragraph.spec.pipeline import Stage
@@ -169,7 +169,7 @@ def _possible(problem: _Problem, micro_batches: int, seconds: float, relaxed: Re
 
 
 def _problem(costs: Costs, lengths: Sequence[int], relaxed: Relaxed) -> _Problem:
-    prices = Prices(costs, lengths)
+    prices = LayerPrices(costs, lengths)
     nodes = nodes_of(costs)
     kinds = list(dict.fromkeys((node.site, rate) for node in nodes for rate in sorted(node.rates)))
     there = Counter((node.site, rate) for node in nodes for rate in node.rates)

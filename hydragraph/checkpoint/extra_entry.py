@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from hydragraph.checkpoint.optimizer_state import Plain, merged
+from hydragraph.checkpoint.optimizer_state import UnshardedState, merged
 
 
 def packed(extra: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
     """Serialize the entry, given each rank's part of the optimizer's unsharded state (`parts`)."""
     for name, value in extra.items():
         encoded(f"extra[{name!r}]", value)
-    states = [Plain(**fields) for part in parts if (fields := decoded(part)) is not None]
+    states = [UnshardedState(**fields) for part in parts if (fields := decoded(part)) is not None]
     return encoded("extra", {"extra": dict(extra), "optimizer": vars(merged(states)) if states else None})
 
 

@@ -22,7 +22,7 @@ _PATHS = ("pathlib", "pathlib._local")  # pathlib._local: since Python 3.13
 _NAMED = frozenset({("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")})
 
 
-class Reader(FileSystemReader):
+class CheckpointReader(FileSystemReader):
     """Reader of a checkpoint that consists of `files`."""
 
     def __init__(self, path: Path, files: Collection[str]) -> None:

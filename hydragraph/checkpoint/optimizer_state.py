@@ -19,7 +19,7 @@ _PREFIX = "optimizer."
 
 
 @dataclass(frozen=True)
-class Plain:
+class UnshardedState:
     """Unsharded part of an optimizer's state.
 
     Attributes:
@@ -44,7 +44,7 @@ def plain_state(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dic
     for name, state, value in _states(home, optimizer):
         if not isinstance(value, Tensor) or value.dim() == 0:
             scalars.setdefault(name, {})[state] = value.detach().cpu() if isinstance(value, Tensor) else value
-    return vars(Plain(_group_names(home, optimizer), hyperparameters, scalars))
+    return vars(UnshardedState(_group_names(home, optimizer), hyperparameters, scalars))
 
 
 def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, OwnedBoxes]:
@@ -55,7 +55,7 @@ def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None)
     return states
 
 
-def merged(parts: Sequence[Plain]) -> Plain:
+def merged(parts: Sequence[UnshardedState]) -> UnshardedState:
     """Merge the parts of all ranks; all owners of a parameter must have equal scalars."""
     scalars: dict[str, dict[str, Any]] = {}
     for rank, part in enumerate(parts):
@@ -66,7 +66,7 @@ def merged(parts: Sequence[Plain]) -> Plain:
                     f"the optimizer state of {name} is {values} on rank {rank}, but {earlier} on an earlier rank: run"
                     " the same optimizer steps on all ranks"
                 )
-    return Plain(parts[0].groups, parts[0].hyperparameters, scalars)
+    return UnshardedState(parts[0].groups, parts[0].hyperparameters, scalars)
 
 
 def allocated(metadata: Metadata, home: HomeState) -> dict[str, dict[str, Tensor]]:
@@ -80,7 +80,7 @@ def allocated(metadata: Metadata, home: HomeState) -> dict[str, dict[str, Tensor
     return states
 
 
-def check_groups(what: str, home: HomeState, optimizer: torch.optim.Optimizer, plain: Plain) -> None:
+def check_groups(what: str, home: HomeState, optimizer: torch.optim.Optimizer, plain: UnshardedState) -> None:
     """Check that an optimizer has the saved parameter groups, and refuse saved settings that it does not support."""
     groups = _group_names(home, optimizer)
     if [sorted(names) for names in groups] != [sorted(names) for names in plain.groups]:
@@ -98,7 +98,7 @@ def restore(
     what: str,
     home: HomeState,
     optimizer: torch.optim.Optimizer,
-    plain: Plain,
+    plain: UnshardedState,
     states: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     """Restore state into this rank's optimizer, in place.

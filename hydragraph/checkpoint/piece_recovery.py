@@ -19,9 +19,9 @@ from torch import Tensor
 
 from hydragraph.checkpoint.extra_entry import decoded
 from hydragraph.checkpoint.manifest import check_buffers, check_model
-from hydragraph.checkpoint.piece_sources import Fetch, PiecePlace, StatePiece, Tier, fetch_plan
+from hydragraph.checkpoint.piece_sources import PiecePlace, PieceRead, StatePiece, StorageTier, fetch_plan
 from hydragraph.checkpoint.save_and_load import BUFFERS, MODEL, shapes_of
-from hydragraph.checkpoint.state_pieces import Kept, Pieces
+from hydragraph.checkpoint.state_pieces import Pieces, StoredCheckpoint
 from hydragraph.cluster.agreement import together, together_own
 from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.ir.parameter import Bucket
@@ -36,25 +36,25 @@ _READERS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Recovered:
+class RecoveryResult:
     """Result of a recovery on one rank.
 
     Attributes:
         read: bytes read from each tier.
     """
 
-    kept: Kept
+    kept: StoredCheckpoint
     state: OwnedState
     common: Mapping[str, Any]
-    read: Mapping[Tier, int]
+    read: Mapping[StorageTier, int]
     received: int
 
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    kept: Kept
+    kept: StoredCheckpoint
     places: Mapping[PiecePlace, Sequence[StatePiece]]
-    plan: Sequence[Fetch]
+    plan: Sequence[PieceRead]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class Recovery:
     buffers: Mapping[str, Tensor] | None = None
     optimizer: str | None = None
 
-    def run(self) -> Recovered | None:
+    def run(self) -> RecoveryResult | None:
         """Complete pending writes, and read the pieces; all ranks call this.
 
         Raises:
@@ -133,7 +133,7 @@ class Recovery:
         if self.buffers is not None:
             check_buffers(where, common[BUFFERS], self.buffers)
 
-    def _read(self, found: _Found, common: Mapping[str, Any]) -> Recovered:
+    def _read(self, found: _Found, common: Mapping[str, Any]) -> RecoveryResult:
         began = time.perf_counter()
         groups = self.groups
         rank = groups.world.rank
@@ -143,10 +143,14 @@ class Recovery:
         reading = _PieceReader(self.pieces, found.kept, buckets, columns, state)
         mine = [fetch for fetch in found.plan if fetch.receivers == (fetch.reader,)]
         shared = [fetch for fetch in found.plan if fetch.receivers != (fetch.reader,)]
-        with ThreadPoolExecutor(len(Tier) * _READERS, thread_name_prefix="hydragraph-read") as threads:
-            own = {tier: [fetch for fetch in mine if fetch.reader == rank and fetch.tier is tier] for tier in Tier}
+        with ThreadPoolExecutor(len(StorageTier) * _READERS, thread_name_prefix="hydragraph-read") as threads:
+            own = {
+                tier: [fetch for fetch in mine if fetch.reader == rank and fetch.tier is tier] for tier in StorageTier
+            }
             jobs: list[Future[None]] = [
-                threads.submit(reading.keep, own[tier][first::_READERS]) for tier in Tier for first in range(_READERS)
+                threads.submit(reading.keep, own[tier][first::_READERS])
+                for tier in StorageTier
+                for first in range(_READERS)
             ]
             received = 0
             windows = [*_windows(reading, shared, self.chunk // (_AHEAD + 1))]
@@ -158,7 +162,7 @@ class Recovery:
                 received += _exchange(reading, window, data, groups)
             together(groups, _WHAT, lambda: [job.result() for job in jobs] and None)
         read = [fetch for fetch in found.plan if fetch.reader == rank]
-        sizes = {tier: sum(reading.bytes_of(fetch) for fetch in read if fetch.tier is tier) for tier in Tier}
+        sizes = {tier: sum(reading.bytes_of(fetch) for fetch in read if fetch.tier is tier) for tier in StorageTier}
         _LOG.info(
             "read pieces of step %d in %.2f s: %s; %.1f MB came from other ranks",
             found.kept.step,
@@ -166,22 +170,24 @@ class Recovery:
             ", ".join(f"{size / 1e6:.1f} MB from {tier.name.lower()}" for tier, size in sizes.items()),
             received / 1e6,
         )
-        return Recovered(found.kept, state, common, sizes, received)
+        return RecoveryResult(found.kept, state, common, sizes, received)
 
-    def _survey(self) -> tuple[list[int], dict[Kept, dict[PiecePlace, list[StatePiece]]]]:
+    def _survey(self) -> tuple[list[int], dict[StoredCheckpoint, dict[PiecePlace, list[StatePiece]]]]:
         pieces = self.pieces
         rank = self.groups.world.rank
         hosts = self.groups.gather((self.groups.world.node, [*pieces.shelves], pieces.unreadable))
         names = [host for host, _, _ in hosts]
         nodes = [names.index(name) for name in names]
         reach = {
-            Tier.MEMORY: [rank],
-            Tier.DISK: [r for r, (_, has, _) in enumerate(hosts) if nodes[r] == nodes[rank] and Tier.DISK in has],
-            Tier.STORE: [r for r, (_, has, _) in enumerate(hosts) if Tier.STORE in has],
+            StorageTier.MEMORY: [rank],
+            StorageTier.DISK: [
+                r for r, (_, has, _) in enumerate(hosts) if nodes[r] == nodes[rank] and StorageTier.DISK in has
+            ],
+            StorageTier.STORE: [r for r, (_, has, _) in enumerate(hosts) if StorageTier.STORE in has],
         }
 
-        def listed() -> dict[Kept, dict[PiecePlace, list[StatePiece]]]:
-            by_checkpoint: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
+        def listed() -> dict[StoredCheckpoint, dict[PiecePlace, list[StatePiece]]]:
+            by_checkpoint: dict[StoredCheckpoint, dict[PiecePlace, list[StatePiece]]] = {}
             for tier, ranks in reach.items():
                 if tier in pieces.shelves and min(ranks) == rank:  # the lowest rank that shares a place lists it
                     without = set().union(*(hosts[sharer][2] for sharer in ranks))
@@ -196,7 +202,7 @@ class Recovery:
                             by_checkpoint.setdefault(kept, {})[PiecePlace(tier, tuple(ranks))] = readable
             return by_checkpoint
 
-        everything: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
+        everything: dict[StoredCheckpoint, dict[PiecePlace, list[StatePiece]]] = {}
         for listing in together(self.groups, _WHAT, listed):
             for kept, places in listing.items():
                 everything.setdefault(kept, {}).update(places)
@@ -224,26 +230,26 @@ class Recovery:
 @dataclass(frozen=True, eq=False)
 class _PieceReader:
     pieces: Pieces
-    kept: Kept
+    kept: StoredCheckpoint
     buckets: Mapping[str, Bucket]
     columns: Columns
     state: OwnedState
 
-    def keep(self, fetches: Sequence[Fetch]) -> None:
+    def keep(self, fetches: Sequence[PieceRead]) -> None:
         for fetch in fetches:
             self.fill(fetch, self.read(fetch))
 
-    def spans(self, fetch: Fetch) -> Iterator[tuple[str, int, int, str, torch.dtype]]:
+    def spans(self, fetch: PieceRead) -> Iterator[tuple[str, int, int, str, torch.dtype]]:
         """Yield (parameter, lo, hi, column, dtype) for each interval of a fetch, in sending order."""
         bucket = self.buckets[fetch.piece.bucket]
         for name, low, high, start in parameters_within(bucket, fetch.lo, fetch.hi):
             for column, dtype in self.columns[name].items():
                 yield name, low - start, high - start, column, dtype
 
-    def bytes_of(self, fetch: Fetch) -> int:
+    def bytes_of(self, fetch: PieceRead) -> int:
         return sum((hi - lo) * dtype.itemsize for _, lo, hi, _, dtype in self.spans(fetch))
 
-    def read(self, fetch: Fetch) -> Tensor:
+    def read(self, fetch: PieceRead) -> Tensor:
         """Return a fetch's bytes as a 1-D CPU tensor; record an unreadable piece."""
         piece = fetch.piece
         whole = (fetch.lo, fetch.hi) == (piece.lo, piece.hi)
@@ -258,7 +264,7 @@ class _PieceReader:
             ) from error
         return torch.cat([part.view(torch.uint8) for part in parts])
 
-    def fill(self, fetch: Fetch, data: Tensor) -> None:
+    def fill(self, fetch: PieceRead, data: Tensor) -> None:
         home = self.state.home
         rows = home.layouts[fetch.piece.bucket].of(home.rank)
         row = int(((rows.lo <= fetch.lo) & (fetch.lo < rows.hi)).argmax())
@@ -272,8 +278,8 @@ class _PieceReader:
             begin += (hi - lo) * dtype.itemsize
 
 
-def _windows(reading: _PieceReader, fetches: Sequence[Fetch], chunk: int) -> Iterator[list[Fetch]]:
-    window: list[Fetch] = []
+def _windows(reading: _PieceReader, fetches: Sequence[PieceRead], chunk: int) -> Iterator[list[PieceRead]]:
+    window: list[PieceRead] = []
     size = 0
     for fetch in fetches:
         window.append(fetch)
@@ -285,17 +291,19 @@ def _windows(reading: _PieceReader, fetches: Sequence[Fetch], chunk: int) -> Ite
         yield window
 
 
-def _results(jobs: Mapping[Fetch, Future[Tensor]]) -> dict[Fetch, Tensor]:
+def _results(jobs: Mapping[PieceRead, Future[Tensor]]) -> dict[PieceRead, Tensor]:
     return {fetch: job.result() for fetch, job in jobs.items()}
 
 
 def _begin(
-    reading: _PieceReader, window: Sequence[Fetch], rank: int, threads: ThreadPoolExecutor
-) -> dict[Fetch, Future[Tensor]]:
+    reading: _PieceReader, window: Sequence[PieceRead], rank: int, threads: ThreadPoolExecutor
+) -> dict[PieceRead, Future[Tensor]]:
     return {fetch: threads.submit(reading.read, fetch) for fetch in window if fetch.reader == rank}
 
 
-def _exchange(reading: _PieceReader, window: Sequence[Fetch], data: Mapping[Fetch, Tensor], groups: Groups) -> int:
+def _exchange(
+    reading: _PieceReader, window: Sequence[PieceRead], data: Mapping[PieceRead, Tensor], groups: Groups
+) -> int:
     rank, ranks, device = groups.world.rank, groups.world.ranks, groups.world.device
     leaving = [
         [data[f] for f in window if f.reader == rank and peer in f.receivers and peer != rank] for peer in range(ranks)

@@ -20,7 +20,7 @@ from itertools import pairwise
 from hydragraph.ir.layout import Layout
 
 
-class Tier(IntEnum):
+class StorageTier(IntEnum):
     """Kinds of places that hold pieces, from near to far."""
 
     MEMORY = 0
@@ -41,16 +41,16 @@ class StatePiece:
 class PiecePlace:
     """A place that holds pieces, and the ranks that can read it."""
 
-    tier: Tier
+    tier: StorageTier
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Fetch:
+class PieceRead:
     """A read, by rank `reader`, of a bucket's elements [lo, hi), which the ranks `receivers` (ascending) need."""
 
     reader: int
-    tier: Tier
+    tier: StorageTier
     piece: StatePiece
     lo: int
     hi: int
@@ -63,7 +63,7 @@ class Fetch:
 
 def fetch_plan(
     held: Mapping[PiecePlace, Sequence[StatePiece]], nodes: Sequence[int], needed: Mapping[str, Layout]
-) -> list[Fetch]:
+) -> list[PieceRead]:
     """Plan which rank reads which elements from which place; all ranks compute the same plan.
 
     Returns:
@@ -77,7 +77,7 @@ def fetch_plan(
     by_bucket: dict[str, list[StatePiece]] = {}
     for piece in sorted(places):
         by_bucket.setdefault(piece.bucket, []).append(piece)
-    plan: list[Fetch] = []
+    plan: list[PieceRead] = []
     open_at: dict[tuple[object, ...], int] = {}  # index in `plan` of a read that may be extended
     for bucket, layout in needed.items():
         pieces = by_bucket.get(bucket, [])
@@ -105,14 +105,14 @@ def _fetches(
     lo: int,
     hi: int,
     needing: Sequence[int],
-) -> Iterator[Fetch]:
-    reach: dict[int, tuple[Tier, StatePiece]] = {}
+) -> Iterator[PieceRead]:
+    reach: dict[int, tuple[StorageTier, StatePiece]] = {}
     for piece, places in having.items():
         for place in places:
             for rank in place.ranks:
                 reach[rank] = min(reach.get(rank, (place.tier, piece)), (place.tier, piece))
     reads: dict[int, list[int]] = {}  # reader -> ranks that receive its data
-    own = [rank for rank in needing if rank in reach and reach[rank][0] is Tier.MEMORY]
+    own = [rank for rank in needing if rank in reach and reach[rank][0] is StorageTier.MEMORY]
     for rank in own:
         reads[rank] = [rank]
     # Nodes with a copy come first, because they can send the copy to other nodes.
@@ -124,8 +124,12 @@ def _fetches(
             tier = reach[rank][0]
             near = nodes[rank] == node
             # For reads from the node's disk or the store, prefer a rank that needs the data.
-            helps = rank not in receivers if tier is not Tier.MEMORY and (near or tier is Tier.STORE) else False
-            return (tier is Tier.STORE, not near, tier, helps, rank not in reads, load[rank], rank)
+            helps = (
+                rank not in receivers
+                if tier is not StorageTier.MEMORY and (near or tier is StorageTier.STORE)
+                else False
+            )
+            return (tier is StorageTier.STORE, not near, tier, helps, rank not in reads, load[rank], rank)
 
         reader = min(reach, key=cost, default=None)
         if reader is None:
@@ -135,8 +139,8 @@ def _fetches(
             )
         reads.setdefault(reader, []).extend(receivers)
     for reader, receivers in reads.items():
-        yield Fetch(reader, *reach[reader], lo, hi, tuple(sorted(receivers)))
+        yield PieceRead(reader, *reach[reader], lo, hi, tuple(sorted(receivers)))
 
 
-def _on(node: int, reach: Mapping[int, tuple[Tier, StatePiece]], nodes: Sequence[int]) -> bool:
-    return any(nodes[rank] == node and tier is not Tier.STORE for rank, (tier, _) in reach.items())
+def _on(node: int, reach: Mapping[int, tuple[StorageTier, StatePiece]], nodes: Sequence[int]) -> bool:
+    return any(nodes[rank] == node and tier is not StorageTier.STORE for rank, (tier, _) in reach.items())

@@ -38,9 +38,9 @@ from hydragraph.checkpoint.manifest import (
     check_model,
     read_manifest,
 )
-from hydragraph.checkpoint.metadata import Reader
+from hydragraph.checkpoint.metadata import CheckpointReader
 from hydragraph.checkpoint.optimizer_state import (
-    Plain,
+    UnshardedState,
     allocated,
     check_groups,
     elementwise_states,
@@ -173,14 +173,14 @@ def load(
     check_files(path, manifest, groups, what, same_copy(path, groups, what))
     stored = (manifest.parameters, manifest.optimizer)
     together(groups, what, lambda: check_model(f"checkpoint {path}", *stored, shapes_of(home), kind_of(optimizer)))
-    reader = Reader(path, manifest.files)
+    reader = CheckpointReader(path, manifest.files)
     metadata = together_own(groups, what, reader.read_metadata)
     states = together_own(groups, what, lambda: allocated(metadata, home) if optimizer else {})
     entry = together_own(groups, what, lambda: _read_entry(reader))
     extra: dict[str, Any] = entry["extra"]
     if buffers is not None:
         together(groups, what, lambda: check_buffers(f"checkpoint {path}", extra.get(BUFFERS), buffers))
-    plain = Plain(**entry["optimizer"]) if optimizer is not None else None
+    plain = UnshardedState(**entry["optimizer"]) if optimizer is not None else None
     if optimizer is not None and plain is not None:
         together(groups, what, lambda: check_groups(f"checkpoint {path}", home, optimizer, plain))
     contents: dict[str, OwnedBoxes | bytes] = {**sharded_weights(home)}
@@ -193,11 +193,11 @@ def load(
 
 
 def read_extra(path: Path) -> dict[str, Any]:
-    extra: dict[str, Any] = _read_entry(Reader(path, read_manifest(path).files))["extra"]
+    extra: dict[str, Any] = _read_entry(CheckpointReader(path, read_manifest(path).files))["extra"]
     return extra
 
 
-def _read_entry(reader: Reader) -> dict[str, Any]:
+def _read_entry(reader: CheckpointReader) -> dict[str, Any]:
     contents: dict[str, OwnedBoxes | bytes] = {ENTRY: b""}
     read_entries(contents, reader)
     entry: dict[str, Any] = decoded(cast(bytes, contents[ENTRY]))
@@ -237,7 +237,7 @@ def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
     together(groups, what, finish)
 
 
-def read_entries(contents: dict[str, OwnedBoxes | bytes], reader: Reader) -> None:
+def read_entries(contents: dict[str, OwnedBoxes | bytes], reader: CheckpointReader) -> None:
     """Read a checkpoint's entries into the boxes of `contents`, without communication."""
     try:
         with warnings.catch_warnings():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hydragraph.checkpoint.extra_entry import decoded
 from hydragraph.checkpoint.manifest import Damaged, damage, read_manifest
-from hydragraph.checkpoint.metadata import Reader
+from hydragraph.checkpoint.metadata import CheckpointReader
 from hydragraph.checkpoint.save_and_load import BUFFERS, ENTRY, read_entries
 from hydragraph.runtime.shard_boxes import OwnedBoxes
 
@@ -25,5 +25,5 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     contents: dict[str, OwnedBoxes | bytes] = {ENTRY: b""}
     for name, weight in weights.items():
         contents[name] = OwnedBoxes(weight.shape, weight.dtype, {torch.Size([0] * weight.dim()): weight})
-    read_entries(contents, Reader(path, manifest.files))
+    read_entries(contents, CheckpointReader(path, manifest.files))
     return {**weights, **decoded(cast(bytes, contents[ENTRY]))["extra"].get(BUFFERS, {})}

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from hydragraph.atomic_write import whole_file
-from hydragraph.checkpoint.piece_sources import StatePiece, Tier
+from hydragraph.checkpoint.piece_sources import StatePiece, StorageTier
 from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.home_state import parameters_within
 from hydragraph.runtime.state_movement import Columns, OwnedState
@@ -41,7 +41,7 @@ _HEAD = 8  # bytes of the field with the header's length
 
 
 @dataclass(frozen=True, order=True)
-class Kept:
+class StoredCheckpoint:
     """A checkpoint in pieces.
 
     Attributes:
@@ -56,12 +56,12 @@ class Kept:
         return f"step-{self.step}.{self.series}"
 
     @staticmethod
-    def of(folder: str) -> Kept | None:
+    def of(folder: str) -> StoredCheckpoint | None:
         match = _STEP.fullmatch(folder)
-        return None if match is None else Kept(int(match[1]), match[2])
+        return None if match is None else StoredCheckpoint(int(match[1]), match[2])
 
 
-class Shelf(Protocol):
+class PieceStorage(Protocol):
     """Storage for named files, each of which is either complete or absent."""
 
     def put(self, name: str, data: bytes) -> None: ...
@@ -79,7 +79,7 @@ class Shelf(Protocol):
 
 
 @dataclass
-class MemoryShelf:
+class MemoryStorage:
     files: dict[str, bytes] = field(default_factory=dict)
 
     def put(self, name: str, data: bytes) -> None:
@@ -102,7 +102,7 @@ class MemoryShelf:
 
 
 @dataclass(frozen=True)
-class DiskShelf:
+class DiskStorage:
     """Files in a directory of this node."""
 
     root: Path
@@ -129,7 +129,7 @@ class DiskShelf:
         shutil.rmtree(self.root / folder, ignore_errors=True)  # another rank may delete it too
 
 
-class StoreShelf:
+class StoreStorage:
     """Files in storage that fsspec supports, below a URL such as "s3://bucket/run"."""
 
     def __init__(self, url: str) -> None:
@@ -141,7 +141,7 @@ class StoreShelf:
         path = f"{self._root}/{name}"
         protocols = {self._files.protocol} if isinstance(self._files.protocol, str) else {*self._files.protocol}
         if "file" in protocols:  # fsspec would make partly written files visible
-            DiskShelf(Path(self._root)).put(name, data)
+            DiskStorage(Path(self._root)).put(name, data)
             return
         if not protocols & _OBJECT_STORES:  # on object stores, makedirs could create a misspelled bucket
             self._files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
@@ -192,13 +192,13 @@ class Pieces:
         keep: int = 2,
         run: str = "",
     ) -> None:
-        self.shelves: dict[Tier, Shelf] = {}
+        self.shelves: dict[StorageTier, PieceStorage] = {}
         if memory:
-            self.shelves[Tier.MEMORY] = MemoryShelf()
+            self.shelves[StorageTier.MEMORY] = MemoryStorage()
         if disk is not None:
-            self.shelves[Tier.DISK] = DiskShelf(Path(disk))
+            self.shelves[StorageTier.DISK] = DiskStorage(Path(disk))
         if store is not None:
-            self.shelves[Tier.STORE] = StoreShelf(store) if "://" in store else DiskShelf(Path(store))
+            self.shelves[StorageTier.STORE] = StoreStorage(store) if "://" in store else DiskStorage(Path(store))
         if not self.shelves or keep < 1:
             raise ValueError(
                 f"pieces: memory={memory}, disk={disk}, store={store}, keep={keep}: set memory, disk or store, and"
@@ -206,41 +206,41 @@ class Pieces:
             )
         if not re.fullmatch(r"[0-9a-z]*", run):
             raise ValueError(f"pieces: run={run!r}: use only lower-case letters and digits")
-        self.last: Kept | None = None
+        self.last: StoredCheckpoint | None = None
         self.series = ""  # series last written or read
-        self.unreadable: set[tuple[Tier, Kept, StatePiece | None]] = set()  # None: `common.pt`
+        self.unreadable: set[tuple[StorageTier, StoredCheckpoint, StatePiece | None]] = set()  # None: `common.pt`
         self._keep = keep
         self._run = run
         self._preparing: threading.Thread | None = None
-        self._writing: dict[Tier, threading.Thread] = {}
-        self._written: dict[Tier, Kept] = {}
-        self._whole: dict[Tier, Kept] = {}
+        self._writing: dict[StorageTier, threading.Thread] = {}
+        self._written: dict[StorageTier, StoredCheckpoint] = {}
+        self._whole: dict[StorageTier, StoredCheckpoint] = {}
         self._errors: list[Exception] = []
 
     def new_series(self) -> str:
         return f"{self._run}-{uuid.uuid4().hex[:8]}"
 
     @property
-    def busy(self) -> frozenset[Tier]:
+    def busy(self) -> frozenset[StorageTier]:
         """Places where a checkpoint is still being written."""
         if self._preparing is not None and self._preparing.is_alive():
             return frozenset(self.shelves)
         return frozenset(tier for tier, thread in self._writing.items() if thread.is_alive())
 
     @property
-    def written(self) -> Mapping[Tier, Kept]:
+    def written(self) -> Mapping[StorageTier, StoredCheckpoint]:
         """For each place, the last checkpoint that this rank wrote."""
         return dict(self._written)
 
     def put(
         self,
-        kept: Kept,
+        kept: StoredCheckpoint,
         state: OwnedState,
         buckets: Sequence[Bucket],
         columns: Columns,
         common: Callable[[], bytes],
-        without: Collection[Tier] = (),
-        whole: Mapping[Tier, Kept] | None = None,
+        without: Collection[StorageTier] = (),
+        whole: Mapping[StorageTier, StoredCheckpoint] | None = None,
         tidies: bool = True,
     ) -> None:
         """Copy this rank's state to CPU memory, and write it to all places in the background.
@@ -274,21 +274,21 @@ class Pieces:
         """Delete all checkpoints (those in the store only if `store` is true)."""
         self.join()
         for tier, shelf in self.shelves.items():
-            for folder in shelf.folders() if store or tier is not Tier.STORE else ():
-                if Kept.of(folder) is not None:
+            for folder in shelf.folders() if store or tier is not StorageTier.STORE else ():
+                if StoredCheckpoint.of(folder) is not None:
                     shelf.drop(folder)
-            if isinstance(shelf, DiskShelf) and (store or tier is not Tier.STORE):
+            if isinstance(shelf, DiskStorage) and (store or tier is not StorageTier.STORE):
                 with suppress(OSError):  # not empty
                     shelf.root.rmdir()
 
-    def held(self, tier: Tier) -> dict[Kept, list[StatePiece]]:
+    def held(self, tier: StorageTier) -> dict[StoredCheckpoint, list[StatePiece]]:
         """List this run's pieces in a place, even unreadable ones; skip checkpoints without `common.pt`."""
-        by_checkpoint: dict[Kept, list[StatePiece]] = {}
-        common: set[Kept] = set()
+        by_checkpoint: dict[StoredCheckpoint, list[StatePiece]] = {}
+        common: set[StoredCheckpoint] = set()
         shelf = self.shelves.get(tier)
         for name in shelf.names() if shelf is not None else ():
             folder, *bucket, file = name.split("/")
-            kept = Kept.of(folder)
+            kept = StoredCheckpoint.of(folder)
             piece = _PIECE.fullmatch(file)
             if kept is None or (self._run and not kept.series.startswith(f"{self._run}-")):
                 continue
@@ -298,10 +298,10 @@ class Pieces:
                 by_checkpoint.setdefault(kept, []).append(StatePiece(unquote(bucket[0]), int(piece[1]), int(piece[2])))
         return {kept: sorted(pieces) for kept, pieces in by_checkpoint.items() if kept in common}
 
-    def common(self, tier: Tier, kept: Kept) -> bytes:
+    def common(self, tier: StorageTier, kept: StoredCheckpoint) -> bytes:
         return self.shelves[tier].get(f"{kept.folder}/{_COMMON}")
 
-    def reader(self, tier: Tier, kept: Kept, piece: StatePiece, whole: bool) -> PieceFile:
+    def reader(self, tier: StorageTier, kept: StoredCheckpoint, piece: StatePiece, whole: bool) -> PieceFile:
         """Open a piece; `whole` is true if the caller will read the whole piece."""
         return PieceFile(self.shelves[tier], _name(kept, piece), whole)
 
@@ -324,22 +324,29 @@ class Pieces:
 
     def _prepare(
         self,
-        kept: Kept,
+        kept: StoredCheckpoint,
         parts: Sequence[PieceCopy],
         common: Callable[[], bytes],
-        wholes: Mapping[Tier, Kept | None],
+        wholes: Mapping[StorageTier, StoredCheckpoint | None],
         tidies: bool,
     ) -> None:
         files = {_name(kept, part.piece): part.encoded() for part in parts}
         files[f"{kept.folder}/{_COMMON}"] = common()
         for tier, whole in wholes.items():
-            write = partial(self._write, tier, kept, files, whole, tidies or tier is not Tier.STORE)
-            if tier is Tier.MEMORY:
+            write = partial(self._write, tier, kept, files, whole, tidies or tier is not StorageTier.STORE)
+            if tier is StorageTier.MEMORY:
                 write()
             else:
                 self._writing[tier] = self._begin(write)
 
-    def _write(self, tier: Tier, kept: Kept, files: Mapping[str, bytes], whole: Kept | None, tidies: bool) -> None:
+    def _write(
+        self,
+        tier: StorageTier,
+        kept: StoredCheckpoint,
+        files: Mapping[str, bytes],
+        whole: StoredCheckpoint | None,
+        tidies: bool,
+    ) -> None:
         shelf = self.shelves[tier]
         try:
             for name, data in files.items():
@@ -351,7 +358,7 @@ class Pieces:
         self._written[tier] = kept
         if not tidies or whole is None or whole.series != kept.series:
             return
-        there = {folder: checkpoint for folder in shelf.folders() if (checkpoint := Kept.of(folder))}
+        there = {folder: checkpoint for folder in shelf.folders() if (checkpoint := StoredCheckpoint.of(folder))}
         earlier = sorted(each for each in there.values() if each.series == kept.series and each.step < kept.step)
         stays = [checkpoint for checkpoint in earlier if checkpoint.step <= whole.step][-max(1, self._keep - 1) :]
         for folder, checkpoint in there.items():
@@ -362,8 +369,8 @@ class Pieces:
 class PieceFile:
     """A piece, read in parts on demand, or loaded at once if `whole`."""
 
-    def __init__(self, shelf: Shelf, name: str, whole: bool) -> None:
-        self._shelf = MemoryShelf({name: shelf.get(name)}) if whole else shelf
+    def __init__(self, shelf: PieceStorage, name: str, whole: bool) -> None:
+        self._shelf = MemoryStorage({name: shelf.get(name)}) if whole else shelf
         self._name = name
         try:
             self._start = _HEAD + int.from_bytes(self._shelf.get(name, 0, _HEAD), "little")
@@ -441,5 +448,5 @@ def checksums(data: bytearray | memoryview) -> list[int]:
     return [crc32(data[at : at + _BLOCK]) for at in range(0, len(data), _BLOCK)]
 
 
-def _name(kept: Kept, piece: StatePiece) -> str:
+def _name(kept: StoredCheckpoint, piece: StatePiece) -> str:
     return f"{kept.folder}/{quote(piece.bucket, safe='')}/{piece.lo}-{piece.hi}.safetensors"

@@ -29,14 +29,14 @@ def _wait(message: Message) -> None:
     message.work.wait()
 
 
-class Gathers(Protocol):
+class LossCollectives(Protocol):
     """Methods of `Collectives` that losses need."""
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class Started:
+class StartedCollective:
     """A started collective.
 
     Attributes:
@@ -51,7 +51,7 @@ class Started:
 class SumsProducts:
     """Mixin that splits a matrix product by rows, and all-reduces one piece while it computes the next."""
 
-    def start_all_reduce_product(self, factors: Sequence[Tensor], weights: Sequence[Tensor]) -> Started:
+    def start_all_reduce_product(self, factors: Sequence[Tensor], weights: Sequence[Tensor]) -> StartedCollective:
         """Start to add up, over ranks, the products x @ w of all pairs x [T, K] in `factors`, w [K, N] in `weights`."""
         whole = factors[0].new_empty(factors[0].shape[0], weights[0].shape[1])
         started = []
@@ -69,32 +69,32 @@ class SumsProducts:
                 each.result()
             return whole
 
-        return Started(result, whole)
+        return StartedCollective(result, whole)
 
-    def _start_sum(self, x: Tensor) -> Started:
-        started: Started = self.start_all_reduce(x.clone())  # type: ignore[attr-defined]
-        return Started(lambda: x.copy_(started.result()))
+    def _start_sum(self, x: Tensor) -> StartedCollective:
+        started: StartedCollective = self.start_all_reduce(x.clone())  # type: ignore[attr-defined]
+        return StartedCollective(lambda: x.copy_(started.result()))
 
 
 class StartsAtOnce(SumsProducts):
     """Mixin whose `start_` methods block until the collective has finished."""
 
-    def start_all_reduce(self, x: Tensor) -> Started:
+    def start_all_reduce(self, x: Tensor) -> StartedCollective:
         return self._ended("all_reduce", x)
 
-    def start_all_gather(self, x: Tensor, dim: int) -> Started:
+    def start_all_gather(self, x: Tensor, dim: int) -> StartedCollective:
         return self._ended("all_gather", x, dim)
 
-    def start_reduce_scatter(self, x: Tensor, dim: int) -> Started:
+    def start_reduce_scatter(self, x: Tensor, dim: int) -> StartedCollective:
         return self._ended("reduce_scatter", x, dim)
 
-    def _ended(self, method: str, *arguments: Any) -> Started:
+    def _ended(self, method: str, *arguments: Any) -> StartedCollective:
         result = getattr(self, method)(*arguments)
-        return Started(lambda: result)
+        return StartedCollective(lambda: result)
 
 
 def head_loss(
-    collectives: Gathers,
+    collectives: LossCollectives,
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -115,13 +115,13 @@ def head_loss(
 
 
 def head_token_losses(
-    collectives: Gathers, hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
+    collectives: LossCollectives, hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
 ) -> tuple[Tensor, Tensor]:
     """Return each token's loss and the log-sum-exp of its logits; `start` is as for `head_loss`."""
     return losses_of(hidden, weight, labels, ignored, rows, int(start), _exchange_of(collectives))
 
 
-def _exchange_of(collectives: Gathers) -> Exchange:
+def _exchange_of(collectives: LossCollectives) -> Exchange:
     return lambda statistics: combine(collectives.all_gather(statistics[None], 0))
 
 
@@ -158,12 +158,12 @@ class Collectives(SumsProducts):
         """Return the sum over the stage; ranks add small half-precision tensors locally, in fp32."""
         return self.start_all_reduce(x).result()
 
-    def start_all_reduce(self, x: Tensor) -> Started:
+    def start_all_reduce(self, x: Tensor) -> StartedCollective:
         if self._exchanges(x):
             return self._exchange([x] * self.size, _sum)
         return self._native_all_reduce(x.clone(memory_format=torch.contiguous_format), dist.ReduceOp.SUM)
 
-    def _start_sum(self, x: Tensor) -> Started:
+    def _start_sum(self, x: Tensor) -> StartedCollective:
         return super()._start_sum(x) if self._exchanges(x) else self._native_all_reduce(x, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class Collectives(SumsProducts):
         """Concatenate the ranks' tensors along `dim`, in the stage's order."""
         return self.start_all_gather(x, dim).result()
 
-    def start_all_gather(self, x: Tensor, dim: int) -> Started:
+    def start_all_gather(self, x: Tensor, dim: int) -> StartedCollective:
         if self._exchanges(x):
             return self._exchange([x] * self.size, lambda parts: torch.cat(parts, dim))
         assert self.group is not None
@@ -190,12 +190,12 @@ class Collectives(SumsProducts):
             places = sorted(self.ranks)
             return torch.cat([out[places.index(rank)] for rank in self.ranks], dim)
 
-        return Started(result, x)
+        return StartedCollective(result, x)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         return self.start_reduce_scatter(x, dim).result()
 
-    def start_reduce_scatter(self, x: Tensor, dim: int) -> Started:
+    def start_reduce_scatter(self, x: Tensor, dim: int) -> StartedCollective:
         parts = self._parts(x, dim)
         if self.size == 1 or not self.native:
             # `_exchange` adds in a fixed order, and sends no more bytes than gloo's reduce-scatter.
@@ -206,7 +206,7 @@ class Collectives(SumsProducts):
         out = torch.empty_like(by_group[0])
         with torch.no_grad(), self.guard():
             work = reduce_scatter(out.view(-1), by_group.view(-1), self.group)
-        return Started(lambda: self._ended([work], out), by_group)
+        return StartedCollective(lambda: self._ended([work], out), by_group)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's shard of a replicated tensor along `dim`, made contiguous."""
@@ -224,12 +224,12 @@ class Collectives(SumsProducts):
         limit = _EXCHANGE_BYTES_PAIR if self.size == 2 else _EXCHANGE_BYTES
         return self.size == 1 or (not self.native and x.numel() * x.element_size() <= limit)
 
-    def _native_all_reduce(self, out: Tensor, operation: dist.ReduceOp.RedOpType) -> Started:
+    def _native_all_reduce(self, out: Tensor, operation: dist.ReduceOp.RedOpType) -> StartedCollective:
         with torch.no_grad(), self.guard():
             work = dist.all_reduce(out, operation, group=self.group, async_op=True)
-        return Started(lambda: self._ended([work], out))
+        return StartedCollective(lambda: self._ended([work], out))
 
-    def _exchange(self, parts: Sequence[Tensor], combine: Callable[[list[Tensor]], Tensor]) -> Started:
+    def _exchange(self, parts: Sequence[Tensor], combine: Callable[[list[Tensor]], Tensor]) -> StartedCollective:
         mine = parts[self.index].contiguous()
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in self.ranks]
         sent = [part.contiguous() for part in parts]
@@ -239,7 +239,7 @@ class Collectives(SumsProducts):
                 if rank != self.rank:
                     works.append(dist.irecv(received[place], rank, self.group))
                     works.append(dist.isend(sent[place], rank, self.group))
-        return Started(lambda: combine(self._ended(works, received)), sent)
+        return StartedCollective(lambda: combine(self._ended(works, received)), sent)
 
     def _ended(self, works: Sequence[dist.Work | None], result: Result) -> Result:
         for work in works:

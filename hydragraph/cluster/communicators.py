@@ -43,7 +43,7 @@ from hydragraph.cluster.collectives import (
 )
 from hydragraph.cluster.connecting import Pair, connecting_order, pairs
 from hydragraph.cluster.launch import World
-from hydragraph.cluster.message_in_flight import Message, Operation, Staging, Works
+from hydragraph.cluster.message_in_flight import CombinedWork, Message, Operation, Staging
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.private.process_groups import abort_together, drop, nccl_options, unbound
 
@@ -397,7 +397,7 @@ def _first(operation: Callable[[Tensor], object], device: torch.device) -> None:
 
 def in_rounds(
     out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], group: dist.ProcessGroup
-) -> Works:
+) -> CombinedWork:
     """Start an all-to-all in rounds of messages to at most `_GROUPED` peers; empty messages are skipped.
 
     In each round, rank r sends to ranks r + d and receives from ranks r - d, for `_GROUPED` distances d.
@@ -418,4 +418,4 @@ def in_rounds(
             if len(arriving[behind]):
                 operations.append(dist.P2POp(dist.irecv, arriving[behind], behind, group))
         works += dist.batch_isend_irecv(operations) if operations else []
-    return Works(tuple(works))
+    return CombinedWork(tuple(works))

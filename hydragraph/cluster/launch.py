@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Store  # type: ignore[attr-define
 
 from hydragraph.cluster.adopted import backend_of, check_moves, gpu_name, object_group
 from hydragraph.cluster.failure.newest_watch import watch_of
-from hydragraph.cluster.failure.rank_watch import Watch
+from hydragraph.cluster.failure.rank_watch import RankWatch
 from hydragraph.cluster.processes import fork_server
 from hydragraph.cluster.processes.cuda_environment import set_cuda_environment
 from hydragraph.cluster.processes.launched_ranks import GUARD, Context, Job, run_crew
@@ -39,8 +39,8 @@ from hydragraph.cluster.processes.shared_preparation import SharedFile, left_of,
 from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.cluster.processes.torchrun_round import generation
 from hydragraph.cluster.rendezvous.member import here, meet
-from hydragraph.cluster.supervision.coordinator import Nodes
-from hydragraph.cluster.supervision.node_agent import Deputy
+from hydragraph.cluster.supervision.coordinator import RunMachines
+from hydragraph.cluster.supervision.node_agent import NodeAgent
 from hydragraph.cluster.supervision.supervisor import run_members
 from hydragraph.cluster.unreachable import TOLD_S, first_host, no_store
 from hydragraph.spec.argument_types import check_types
@@ -86,7 +86,7 @@ class World:
     local_rank: int
     device: torch.device
     backend: str
-    watch: Watch = field(default_factory=lambda: Watch(None, 0, 1), compare=False, repr=False)
+    watch: RankWatch = field(default_factory=lambda: RankWatch(None, 0, 1), compare=False, repr=False)
     node: str = ""
     objects: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
@@ -240,7 +240,7 @@ def launch(
     prepare: Callable[[], object] | None = None,
     relay: Relay | None = None,
     elastic: Elastic | None = None,
-    nodes: Nodes | None = None,
+    nodes: RunMachines | None = None,
 ) -> list[T]:
     """Run `function(*args)` on `ranks` processes of this host, connected by gloo on the CPU.
 
@@ -300,7 +300,7 @@ def launch(
         return [pickle.loads(value) for value in run(job)]
 
 
-def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
+def follow(nodes: RunMachines, say: Callable[[str], None]) -> RunMachines | None:
     """Start and watch this machine's ranks for a `launch` on another machine.
 
     Returns:
@@ -313,7 +313,7 @@ def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
         first = context.Process(target=int)
         first.start()
         first.join()
-    handed = Deputy(context, nodes, say).run()
+    handed = NodeAgent(context, nodes, say).run()
     if handed is None or nodes.election is None:
         return None
     lease = nodes.election.standing.lease

@@ -20,7 +20,7 @@ class Operation(Protocol):
 
 
 @dataclass(frozen=True)
-class Works:
+class CombinedWork:
     parts: tuple[Operation, ...]
 
     def wait(self) -> None:

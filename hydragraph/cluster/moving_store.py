@@ -47,7 +47,7 @@ class MovingStore:
         self._text = self._file.read_text()
         self._sockets: set[tuple[int, str]] = set()
         self._written: dict[str, str] = {}
-        self._lines: list[Line] = []
+        self._lines: list[MovingStoreClient] = []
         self._lock = threading.Lock()
         threading.Thread(target=self._follow, name="hydragraph-store", daemon=True).start()
 
@@ -61,12 +61,12 @@ class MovingStore:
         finally:
             self._sockets |= open_sockets() - before
 
-    def line(self) -> Line:
-        line = Line(self, self.connect())
+    def line(self) -> MovingStoreClient:
+        line = MovingStoreClient(self, self.connect())
         self._lines.append(line)
         return line
 
-    def write(self, line: Line, key: str, value: str) -> None:
+    def write(self, line: MovingStoreClient, key: str, value: str) -> None:
         """Write a value to the current store, and later to each new store."""
         with self._lock:
             self._written[key] = value
@@ -98,7 +98,7 @@ class MovingStore:
         return True
 
 
-class Line:
+class MovingStoreClient:
     """Client that repeats a request on the next store if the current store is lost."""
 
     def __init__(self, moving: MovingStore, store: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.graph_footprint import Sizes, head_operands
+from hydragraph.cost.graph_footprint import TracedSizes, head_operands
 from hydragraph.data.json_object import read_object
 from hydragraph.ir.graph_data import value_of
 from hydragraph.kernels.cubin import usage
@@ -125,7 +125,7 @@ def graph_records(
     name: str, part: StagePart, traced: Variant, compiled: Variant, built: Mapping[str, BuiltKernel]
 ) -> tuple[GraphRecord, ...]:
     """Return the records of a variant's graphs; `built` maps kernel sources to kernels."""
-    sizes = Sizes.of(traced, part, MicroBatch(TUNED, 1))
+    sizes = TracedSizes.of(traced, part, MicroBatch(TUNED, 1))
     records = []
     before = modules_of(traced)
     for direction, module in modules_of(compiled).items():
@@ -167,11 +167,11 @@ def _is_library(node: fx.Node) -> bool:
     return attends or node.target in _PRODUCTS | _LOOKUPS or head_operands(node) is not None
 
 
-def _shape(node: Any, sizes: Sizes) -> list[float]:
+def _shape(node: Any, sizes: TracedSizes) -> list[float]:
     return [sizes.number(size) for size in value_of(node).shape]
 
 
-def _flops(node: fx.Node, sizes: Sizes) -> float:
+def _flops(node: fx.Node, sizes: TracedSizes) -> float:
     if node.target in _PRODUCTS:
         left, right = (_shape(n, sizes) for n in node.args[-2:])
         return 2 * math.prod(left) * right[-1]
@@ -191,6 +191,6 @@ def _first(node: fx.Node, dims: int) -> fx.Node:
     return next(n for n in node.all_input_nodes if getattr(value_of(n), "ndim", 0) == dims)
 
 
-def _moved(node: fx.Node, sizes: Sizes) -> int:
+def _moved(node: fx.Node, sizes: TracedSizes) -> int:
     values = {key: size for n in (*node.all_input_nodes, node) for key, size in sizes.storages(n).items()}
     return sum(values.values())

@@ -10,7 +10,7 @@ from hydragraph.commands.launch_process import leads, on_ranks
 from hydragraph.commands.options import CommonOptions, check_written, option, verb
 
 if TYPE_CHECKING:
-    from hydragraph.engine.discovery import Discovered
+    from hydragraph.engine.discovery import DiscoveredCluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def devices_command(options: DevicesOptions) -> None:
         print(f"wrote {output}: edit it, or run hydragraph plan --cluster {output} --model run.yaml")
 
 
-def discover_rank(device: str | None) -> Discovered:
+def discover_rank(device: str | None) -> DiscoveredCluster:
     from contextlib import closing
     from datetime import timedelta
 
@@ -58,7 +58,7 @@ def discover_rank(device: str | None) -> Discovered:
         return discover(groups)
 
 
-def _print(found: Discovered) -> None:
+def _print(found: DiscoveredCluster) -> None:
     from rich.console import Console
 
     from hydragraph.commands.text_table import new_table

@@ -14,7 +14,7 @@ from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.spec.elastic import Elastic
 
 if TYPE_CHECKING:
-    from hydragraph.cluster.supervision.coordinator import Nodes
+    from hydragraph.cluster.supervision.coordinator import RunMachines
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def on_ranks(
     *args: object,
     relay: Relay | None = None,
     elastic: Elastic | None = None,
-    nodes: Nodes | None = None,
+    nodes: RunMachines | None = None,
 ) -> T:
     """Call a function on every rank.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hydragraph.commands.show_folder import ShownStrategy, shortened, table
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.rank_memory import Walk
+from hydragraph.cost.rank_memory import MemoryWalk
 from hydragraph.cost.traffic_bytes import HomeTraffic
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.shared_programs_text import runs_text
@@ -75,8 +75,8 @@ def _when(each: ShownStrategy, rank: int, tokens: int) -> Iterator[str]:
         yield f"  peak in instruction {at} of {len(instructions)}: {text}"
 
 
-def walk(each: ShownStrategy, rank: int, tokens: int) -> Walk:
+def walk(each: ShownStrategy, rank: int, tokens: int) -> MemoryWalk:
     folder = each.whole
     batches = [[MicroBatch(tokens, 1)] * count for count in each.record.micro_batches]
     traffic = HomeTraffic(folder.homes.of)
-    return Walk(folder.blocks, each.strategy, batches, rank, folder.summary.ranks, traffic=traffic)
+    return MemoryWalk(folder.blocks, each.strategy, batches, rank, folder.summary.ranks, traffic=traffic)

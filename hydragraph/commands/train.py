@@ -35,7 +35,7 @@ from hydragraph.train.config import TrainConfig
 _ALL_LOST = 3  # maximum restarts of an elastic run after it lost all ranks, or a rank before the first step
 
 if TYPE_CHECKING:
-    from hydragraph.cluster.supervision.coordinator import Nodes
+    from hydragraph.cluster.supervision.coordinator import RunMachines
     from hydragraph.train.run_folder import Begin
     from hydragraph.train.train_state import RunOutcome
 
@@ -128,7 +128,7 @@ def train_command(options: TrainOptions) -> None:
             "process per machine (--nproc-per-node 1)"
         )
 
-    def train(nodes: Nodes | None) -> RunOutcome:
+    def train(nodes: RunMachines | None) -> RunOutcome:
         with stopping:
             return _train(options, config, stopping, relay, nodes)
 
@@ -186,16 +186,16 @@ def _code(number: int) -> int:
     return 128 + signal.SIGINT if number == signal.SIGINT else 0
 
 
-def _train_when_elected(nodes: Nodes, train: Callable[[Nodes], RunOutcome]) -> RunOutcome | None:
+def _train_when_elected(nodes: RunMachines, train: Callable[[RunMachines], RunOutcome]) -> RunOutcome | None:
     from hydragraph.cluster.launch import follow
-    from hydragraph.cluster.supervision.election import Deposed
+    from hydragraph.cluster.supervision.election import LeadershipLost
 
     assert nodes.election is not None
     while (leading := follow(nodes, _print)) is not None:
         _print(f"machine {nodes.number} leads (term {nodes.election.standing.lease.term})")
         try:
             outcome = train(leading)
-        except Deposed as error:
+        except LeadershipLost as error:
             _print(f"hydragraph: this machine ends its ranks and follows the next leader: {error}")
             nodes.election.resign()
         except BaseException as error:
@@ -208,7 +208,7 @@ def _train_when_elected(nodes: Nodes, train: Callable[[Nodes], RunOutcome]) -> R
 
 
 def _train(
-    options: TrainOptions, config: TrainConfig, stopping: Stopping, relay: Relay | None, nodes: Nodes | None
+    options: TrainOptions, config: TrainConfig, stopping: Stopping, relay: Relay | None, nodes: RunMachines | None
 ) -> RunOutcome:
     from hydragraph.train.run_folder import RunFolder
 
@@ -255,7 +255,7 @@ def _train(
             print(f"hydragraph: {error}; continuing from {where}", file=sys.stderr)
 
 
-def _nodes(config: TrainConfig, store: str | None) -> Nodes | None:
+def _nodes(config: TrainConfig, store: str | None) -> RunMachines | None:
     several = config.elastic.survives and launched() and config.ranks > 1
     if not several and store is None:
         return None
@@ -277,7 +277,7 @@ def _nodes(config: TrainConfig, store: str | None) -> Nodes | None:
     return nodes if store is None else _electing(config, nodes, store)
 
 
-def _electing(config: TrainConfig, nodes: Nodes, store: str) -> Nodes:
+def _electing(config: TrainConfig, nodes: RunMachines, store: str) -> RunMachines:
     from hydragraph.cluster.interface import own_address
     from hydragraph.cluster.supervision.election import Election
     from hydragraph.cluster.supervision.etcd_register import register_of
@@ -305,13 +305,13 @@ def train_rank(
     config: TrainConfig, begin: Begin, step: int | None, trace: bool, stopping: Requests | None = None
 ) -> RunOutcome:
     """Train on this rank; if `stopping` is None, the launching process forwards stop requests."""
-    from hydragraph.cluster.rendezvous.member import Told, elastic, here
+    from hydragraph.cluster.rendezvous.member import LauncherRequests, elastic, here
     from hydragraph.engine import api
     from hydragraph.train.loop import train
     from hydragraph.train.progress_line import Screen
 
     if stopping is None and elastic():
-        stopping = Told()
+        stopping = LauncherRequests()
     if stopping is None:
         with Stopping(config.grace_s, led=True) as stopping:
             return train_rank(config, begin, step, trace, stopping)

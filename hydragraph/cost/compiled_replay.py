@@ -49,7 +49,7 @@ _INPUT_SHARE = SHARES[Work.INPUT_GRADIENT]
 _WEIGHT_SHARE = SHARES[Work.WEIGHT_GRADIENT]
 
 
-class Scratch(NamedTuple):
+class ReplayBuffers(NamedTuple):
     """Buffers of `replay`: ends [S, V], and progress of each stage and row [S].
 
     `replay` sets `clock` to the end of each row's last action.
@@ -64,8 +64,8 @@ class Scratch(NamedTuple):
 
 
 @partial(compiled, quick=True, shared=True)
-def scratch_of(stages: int, count: int) -> Scratch:
-    return Scratch(
+def scratch_of(stages: int, count: int) -> ReplayBuffers:
+    return ReplayBuffers(
         np.empty((stages, count)),
         np.empty((stages, count)),
         np.empty(stages),
@@ -76,7 +76,7 @@ def scratch_of(stages: int, count: int) -> Scratch:
 
 
 @partial(compiled, quick=True, shared=True)
-def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: int, scratch: Scratch) -> float:
+def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: int, scratch: ReplayBuffers) -> float:
     """Return the end of a pipeline's last action; infinite if the schedule deadlocks.
 
     Args:

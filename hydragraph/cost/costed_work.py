@@ -25,7 +25,7 @@ from hydragraph.spec.strategy import Strategy
 
 
 class CostedWork:
-    """Cost of every instruction; see `cost.instruction_work.Priced`."""
+    """Cost of every instruction; see `cost.instruction_work.InstructionCosts`."""
 
     def __init__(self, costs: Pricing, strategy: Strategy, assignment: Assignment) -> None:
         self._costs = costs

@@ -22,7 +22,7 @@ from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costed_work import CostedWork
 from hydragraph.cost.curves import Constants
 from hydragraph.cost.home_choice import HomeQuestion, choose_home
-from hydragraph.cost.instruction_work import Priced, Without
+from hydragraph.cost.instruction_work import ExcludedCosts, InstructionCosts
 from hydragraph.cost.longest_micro_batch import LongestMicroBatch
 from hydragraph.cost.measured_profile import PipelineCost, Profile
 from hydragraph.cost.memory_curves import memory_curves
@@ -268,11 +268,11 @@ class Costs(Pricing):
         counts = [FILLED * len(p.stages) for p in strategy.pipelines]
         return Assignment.even(counts, [max(shortest, self.useful_tokens(p)) for p in strategy.pipelines])
 
-    def _computing_s(self, strategy: Strategy, counts: Sequence[int], work: Priced) -> float:
-        return self._timeline(strategy, counts, Without(work, "pull", "push", "ending")).seconds
+    def _computing_s(self, strategy: Strategy, counts: Sequence[int], work: InstructionCosts) -> float:
+        return self._timeline(strategy, counts, ExcludedCosts(work, "pull", "push", "ending")).seconds
 
     def _timeline(
-        self, strategy: Strategy, counts: Sequence[int], work: Priced, curves: Curves | None = None
+        self, strategy: Strategy, counts: Sequence[int], work: InstructionCosts, curves: Curves | None = None
     ) -> Timeline:
         return run(_actors(self.outline, strategy, tuple(counts), self.ranks), self.cluster, work, curves)
 

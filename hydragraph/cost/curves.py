@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
-from hydragraph.cost.reach import Near, Reach, total
+from hydragraph.cost.reach import AttentionReach, Near, total
 
 
-class Load:
+class LengthSums:
     """Sums over the lengths l of a micro-batch's sequences.
 
     Attributes:
@@ -22,9 +22,9 @@ class Load:
         self.lengths = lengths
         self.tokens = sum(lengths)
         self.squared: int = sum(map(mul, lengths, lengths))
-        self._pairs: dict[Reach, float] = {}
+        self._pairs: dict[AttentionReach, float] = {}
 
-    def pairs(self, reach: Reach) -> float:
+    def pairs(self, reach: AttentionReach) -> float:
         """Return the sum of q(l) (`cost.reach`) over the sequences."""
         if reach not in self._pairs:
             self._pairs[reach] = float(sum(map(reach.pairs, self.lengths)))
@@ -51,9 +51,9 @@ class Constants:
         return not (attends and (self.b > 0 or any(pair_s > 0 for _, pair_s in self.near)) and self.c >= 0)
 
     def seconds(self, lengths: Sequence[int]) -> float:
-        return self.at(Load(lengths))
+        return self.at(LengthSums(lengths))
 
-    def at(self, load: Load) -> float:
+    def at(self, load: LengthSums) -> float:
         seconds = self.a * load.squared + self.b * load.tokens + self.c
         for reach, pair_s in self.near:
             seconds += pair_s * load.pairs(reach)

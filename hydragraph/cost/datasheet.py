@@ -22,7 +22,7 @@ from hydragraph.cost.curves import ZERO, Constants
 from hydragraph.cost.graph_footprint import aux_lines, held_by
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
-from hydragraph.cost.reach import WHOLE, Reach, ordered
+from hydragraph.cost.reach import WHOLE, AttentionReach, ordered
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
@@ -191,7 +191,7 @@ class Operations:
     """Work of one block on a stage's last rank, whose shards are largest.
 
     Attributes:
-        attention: operations per unit of q(l), by `Reach`.
+        attention: operations per unit of q(l), by `AttentionReach`.
         products: (uses per token, n, k) of each weight [n, k].
         during_sums: for each tensor-parallel sum in the backward, products whose weight gradients are computed
             during it.
@@ -199,7 +199,7 @@ class Operations:
         frozen_products: the part of `products` whose weights are frozen.
     """
 
-    attention: Mapping[Reach, float]
+    attention: Mapping[AttentionReach, float]
     products: tuple[Product, ...]
     parameters: int
     frozen: int
@@ -236,7 +236,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
             # The head computes its weight's gradient before the sum.
             if name in program.learning and block is not program.blocks[-1]:
                 during_sums[bisect_left(entered, min(places[user] for user in node.users))].append(products[-1])
-    attention: dict[Reach, float] = {}
+    attention: dict[AttentionReach, float] = {}
     for node in graph.nodes:
         if node.target is delta_rule:
             products += [(times / tp, n, k) for times, n, k in _linear_attention(node)]
@@ -276,13 +276,13 @@ def _linear_attention(node: fx.Node) -> list[tuple[float, int, int]]:
     return [(3.0 * heads, keys, values), (2.0 * heads, CHUNK, keys), (2.0 * heads, CHUNK, values)]
 
 
-def reaches_of(template: Template) -> frozenset[Reach]:
+def reaches_of(template: Template) -> frozenset[AttentionReach]:
     return frozenset(_reach(node) for node in template.graph.graph.nodes if node.target in ATTENDING)
 
 
-def _reach(node: fx.Node) -> Reach:
+def _reach(node: fx.Node) -> AttentionReach:
     limits = operands(node)[7:9] if node.target is varlen else ()
-    return Reach(*limits)
+    return AttentionReach(*limits)
 
 
 def _attention(node: fx.Node) -> float:

@@ -27,9 +27,9 @@ from functools import cache
 import numpy as np
 
 from hydragraph.cost.actors import Actor, message_of
-from hydragraph.cost.instruction_work import SHARES, Priced
+from hydragraph.cost.instruction_work import SHARES, InstructionCosts
 from hydragraph.cost.shared_ports import Flow, Flows, Used
-from hydragraph.cost.traffic import Passage, Roads
+from hydragraph.cost.traffic import ExchangeTimes, RankLinks
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.spec.cluster import Cluster
@@ -57,7 +57,7 @@ class Times:
 
 @dataclass(eq=False)
 class _Meeting:
-    passage: Passage
+    passage: ExchangeTimes
     left: np.ndarray
     latest: np.ndarray
     last: np.ndarray
@@ -66,7 +66,7 @@ class _Meeting:
 
 
 @dataclass(eq=False, slots=True)
-class _Queue:
+class _EventQueue:
     """Transfers of an actor that run one at a time.
 
     Attributes:
@@ -91,7 +91,7 @@ class _Progress:
         other: end and index of the transfer that ended last.
     """
 
-    def __init__(self, number: int, actor: Actor, work: Priced) -> None:
+    def __init__(self, number: int, actor: Actor, work: InstructionCosts) -> None:
         program = actor.program
         n = len(program.instructions)
         self.number = number
@@ -106,21 +106,21 @@ class _Progress:
         self.latest = -1
         handed_on = tuple(i for i in program.pushes if len(work.handed_on(program.instructions[i].target)))
         transfers = (program.pulls, program.pushes, program.sends, handed_on, program.copies)
-        self.queues = [_Queue(each) for each in transfers]
+        self.queues = [_EventQueue(each) for each in transfers]
         self.handed_on = frozenset(handed_on)
         self.summed: dict[int, float] = {}
         self.open = sum(map(len, transfers)) - len(handed_on) + len(program.receives)
         self.other = (0.0, -1)
 
 
-class Engine:
-    def __init__(self, actors: Sequence[Actor], cluster: Cluster, work: Priced) -> None:
+class EventSimulation:
+    def __init__(self, actors: Sequence[Actor], cluster: Cluster, work: InstructionCosts) -> None:
         self._work = work
         group = np.zeros(len(cluster.devices), dtype=np.int64)
         for a, actor in enumerate(actors):
             group[list(actor.ranks)] = a
         handling = np.array([work.handling(rank) for rank in range(len(cluster.devices))])
-        self._roads = Roads(cluster, group, handling)
+        self._roads = RankLinks(cluster, group, handling)
         self._passage = cache(self._roads.passage)
         self._flows = Flows()
         self._group = group.tolist()
@@ -348,7 +348,7 @@ def _stuck(own: _Progress) -> str:
     )
 
 
-def _durations(actor: Actor, work: Priced) -> list[float]:
+def _durations(actor: Actor, work: InstructionCosts) -> list[float]:
     program = actor.program
     durations = [0.0] * len(program.instructions)
     tables: dict[tuple[Op, str], dict[int, float]] = {}

@@ -30,7 +30,7 @@ from hydragraph.spec.stage_kind import StagePart
 
 
 def halves_footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> HalvesFootprint:
-    sizes = Sizes.of(variant, part, micro_batch)
+    sizes = TracedSizes.of(variant, part, micro_batch)
     first, second = split_backward(variant)
     saved = dict(zip(saved_names(len(variant.needs)), _results(variant.forward)[variant.outputs :], strict=False))
     origins = _origins(variant, sizes)
@@ -63,7 +63,7 @@ def halves_footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch)
     )
 
 
-def _origins(variant: Variant, sizes: Sizes) -> dict[int, str]:
+def _origins(variant: Variant, sizes: TracedSizes) -> dict[int, str]:
     """Return the name in `Footprint.keeps` of each storage of inputs ("" for weights and buffers) and of the output."""
     inputs = zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True)
     kinds = {name: "hidden" if name == "hidden" else "aux" if name[:6] == "other." else "" for name in variant.inputs}
@@ -72,7 +72,7 @@ def _origins(variant: Variant, sizes: Sizes) -> dict[int, str]:
 
 
 def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Footprint:
-    sizes = Sizes.of(variant, part, micro_batch)
+    sizes = TracedSizes.of(variant, part, micro_batch)
     outputs = _results(variant.forward)
     saved = {key: size for node in outputs[variant.outputs :] for key, size in sizes.storages(node).items()}
     origins = _origins(variant, sizes)
@@ -111,7 +111,7 @@ def aux_lines(program: Program) -> MemoryLines:
 
 
 def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
-    sizes = Sizes.of_inputs(_nodes(graph, "placeholder"), 1, micro_batch)
+    sizes = TracedSizes.of_inputs(_nodes(graph, "placeholder"), 1, micro_batch)
     inputs = {key for node in _nodes(graph, "placeholder") for key in sizes.storages(node)}
     results = {key: size for node in _results(graph) for key, size in sizes.storages(node).items()}
     return sum(size for key, size in results.items() if key not in inputs)
@@ -123,7 +123,7 @@ def token_bytes(graph: fx.GraphModule) -> int:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TracedSizes:
     """Conversion of traced sizes to a micro-batch's sizes.
 
     Attributes:
@@ -137,20 +137,20 @@ class Sizes:
     bounds: int
 
     @staticmethod
-    def of(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Sizes:
+    def of(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> TracedSizes:
         nodes = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
         if "hidden" in nodes:
-            return Sizes.of_inputs([nodes["hidden"]], part.tp if part.sequence_parallel else 1, micro_batch)
-        return Sizes.of_inputs(list(nodes.values()), 1, micro_batch)
+            return TracedSizes.of_inputs([nodes["hidden"]], part.tp if part.sequence_parallel else 1, micro_batch)
+        return TracedSizes.of_inputs(list(nodes.values()), 1, micro_batch)
 
     @staticmethod
-    def of_inputs(nodes: Sequence[fx.Node], parts: int, micro_batch: MicroBatch) -> Sizes:
+    def of_inputs(nodes: Sequence[fx.Node], parts: int, micro_batch: MicroBatch) -> TracedSizes:
         """Derive the sizes from inputs [1, tokens / parts, ...]."""
         size = next((size for n in nodes for size in _shape(n)[1:2] if symbol_name(size) is not None), None)
         if size is None:  # sizes do not depend on the tokens
-            return Sizes("", 1.0, 1 + micro_batch.sequences)
+            return TracedSizes("", 1.0, 1 + micro_batch.sequences)
         factor = micro_batch.tokens / (hint_of(size) * parts)
-        return Sizes(_symbols(size).pop(), factor, 1 + micro_batch.sequences)
+        return TracedSizes(_symbols(size).pop(), factor, 1 + micro_batch.sequences)
 
     def storages(self, node: Any) -> dict[int, int]:
         return {key: self._bytes(form) for key, form in storages_of(node)}
@@ -173,7 +173,7 @@ class Sizes:
         return hint_of(size) * self.factor if self.tokens in _symbols(size) else self.bounds
 
 
-def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
+def most_alive(graph: fx.GraphModule, sizes: TracedSizes) -> int:
     """Return the peak bytes of the values that a graph creates; results are not freed."""
     lives = _lives_of(graph, sizes.tokens)
     value_bytes = np.rint(lives.constant * sizes.factor**lives.tokens * float(sizes.bounds) ** lives.bounds)

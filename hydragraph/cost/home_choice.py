@@ -23,7 +23,7 @@ import numpy as np
 from hydragraph.cost.exchanges import elements_sent, transfers
 from hydragraph.cost.home_candidates import FEW, Parts, Stages, candidates
 from hydragraph.cost.home_room import within
-from hydragraph.cost.traffic import Roads, Transfers
+from hydragraph.cost.traffic import RankLinks, Transfers
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.layout import Layout
@@ -205,10 +205,10 @@ class _Choice:
         return self._known[key]
 
     @cached_property
-    def _roads(self) -> Roads:
+    def _roads(self) -> RankLinks:
         ranks = np.arange(self.ranks)
         rates = np.array([self._question.health.rate(rank) for rank in ranks.tolist()])
-        return Roads(self._question.cluster, ranks, np.where(np.isfinite(rates), rates, 1.0))
+        return RankLinks(self._question.cluster, ranks, np.where(np.isfinite(rates), rates, 1.0))
 
     def _splits(self, number: int) -> bool:
         stages = (stage for pipeline in self._question.strategies[number].pipelines for stage in pipeline.stages)

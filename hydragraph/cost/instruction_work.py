@@ -17,7 +17,7 @@ SHARES: Mapping[Work, float] = {Work.INPUT_GRADIENT: 0.5, Work.WEIGHT_GRADIENT: 
 NOTHING = Transfers(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 
-class Priced(Protocol):
+class InstructionCosts(Protocol):
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
         """Return a stage's seconds for a block's forward or unsplit backward, for each micro-batch.
 
@@ -51,10 +51,10 @@ class Priced(Protocol):
 Part = Literal["computing", "pull", "push", "messages", "ending"]
 
 
-class Without:
+class ExcludedCosts:
     """Costs of instructions, some of them set to 0; "ending" stands for commit and update."""
 
-    def __init__(self, work: Priced, *parts: Part) -> None:
+    def __init__(self, work: InstructionCosts, *parts: Part) -> None:
         self._work = work
         self._parts = frozenset(parts)
 
@@ -64,7 +64,7 @@ class Without:
         return self._work.computing(op, block, ranks, micro_batches)
 
     def copying(self, block: str, ranks: Sequence[int], micro_batch: int) -> float:
-        """See `Priced`; copies belong to "computing"."""
+        """See `InstructionCosts`; copies belong to "computing"."""
         return 0.0 if "computing" in self._parts else self._work.copying(block, ranks, micro_batch)
 
     def moved(self, op: Op, bucket: str) -> Transfers:

@@ -8,7 +8,7 @@ from collections.abc import Container
 Storage = tuple[str, str]  # (attribute of Memory, value that allocated it)
 
 
-class Alive:
+class LiveValues:
     """Live values, which can share storages."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.peak_memory import Peak
+from hydragraph.cost.peak_memory import PeakMemory
 from hydragraph.cost.pricing import Pricing
 from hydragraph.cost.rank_memory import micro_batches_until_peak
 from hydragraph.ir.schedules.schedule_kinds import ALL_IN_FLIGHT
@@ -33,7 +33,7 @@ class LongestMicroBatch:
 
     def __init__(self, costs: Pricing, other: LongestMicroBatch | None = None) -> None:
         self._costs = costs
-        self._peaks: dict[object, Peak] = {} if other is None else other._peaks
+        self._peaks: dict[object, PeakMemory] = {} if other is None else other._peaks
 
     def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
         limits = [self._alone(pipeline, beside, strategy)]
@@ -122,7 +122,7 @@ class LongestMicroBatch:
             shares.append((*(of[rank] for rank in stage.devices), home.copies) if inside else None)
         return tuple(shares)
 
-    def _stage_peak(self, pipeline: Pipeline, at: int, rank: int, strategy: Strategy | None = None) -> Peak:
+    def _stage_peak(self, pipeline: Pipeline, at: int, rank: int, strategy: Strategy | None = None) -> PeakMemory:
         count = micro_batches_until_peak(DEFAULT_SCHEDULE, pipeline.rows, at)
         assert count is not None, "the default schedule must limit the micro-batches in flight"
         form: tuple[object, ...] = (pipeline.shape, pipeline.rows[at] if pipeline.interleaved else at)
@@ -135,7 +135,7 @@ class LongestMicroBatch:
             form = (*form, shares, stage.devices.index(rank), tuple(p.shape for p in together[1:]))
         return self._peak(form, Strategy(together), [count], rank)
 
-    def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
+    def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> PeakMemory:
         """Return the peak of one rank in a shared stage.
 
         For any order of micro-batches, stage s of S stores at most S - s micro-batches of each pipeline, and the last
@@ -147,7 +147,7 @@ class LongestMicroBatch:
         counts = left if last else [left[0] + 1, *left[1:]]
         return self._peak((tuple(p.stages for p in sharing), stage), flying, counts, rank)
 
-    def _peak(self, form: object, strategy: Strategy, counts: Sequence[int], rank: int) -> Peak:
+    def _peak(self, form: object, strategy: Strategy, counts: Sequence[int], rank: int) -> PeakMemory:
         if form not in self._peaks:
             if len(self._peaks) >= PEAKS:
                 self._peaks.pop(next(iter(self._peaks)))
@@ -160,7 +160,7 @@ class LongestMicroBatch:
                 batches = [[MicroBatch(tokens, 1)] * count for count in counts] + every[len(counts) :]
                 return walk.again(batches).peak().total - owned
 
-            self._peaks[form] = Peak(bytes_at, step=64 * max(s.tp for p in strategy.pipelines for s in p.stages))
+            self._peaks[form] = PeakMemory(bytes_at, step=64 * max(s.tp for p in strategy.pipelines for s in p.stages))
         return self._peaks[form]
 
     def _left(self, rank: int) -> float:

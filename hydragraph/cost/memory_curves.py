@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
-from hydragraph.cost.rank_memory import MemoryCurve, Walk, exchange_name
+from hydragraph.cost.rank_memory import MemoryCurve, MemoryWalk, exchange_name
 from hydragraph.cost.timeline import LazySequence, SimulatedSpan, Timeline
 from hydragraph.ir.instruction import Op, Stream
 
-# (rank, exchanges that ended before each instruction: `Walk.over`) -> the rank's walk.
-WalkOf = Callable[[int, Mapping[int, Sequence[str]]], Walk]
+# (rank, exchanges that ended before each instruction: `MemoryWalk.over`) -> the rank's walk.
+WalkOf = Callable[[int, Mapping[int, Sequence[str]]], MemoryWalk]
 
 
 def memory_curves(timeline: Timeline, walk_of: WalkOf) -> Sequence[MemoryCurve]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 ROUNDS = 8
 
 
-class Peak:
+class PeakMemory:
     """Peak bytes of a rank, as a non-decreasing function of the tokens per micro-batch.
 
     Args:

@@ -21,8 +21,8 @@ from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.partial_recomputation import within_budget
 from hydragraph.cost.profile_blocks import ProfileBlocks
 from hydragraph.cost.published_errors import FLAT, published_error
-from hydragraph.cost.rank_memory import Walk
-from hydragraph.cost.stage_costs import Hop, Ring, StageCost
+from hydragraph.cost.rank_memory import MemoryWalk
+from hydragraph.cost.stage_costs import NeighborMessages, Ring, StageCost
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES, HomeTraffic
 from hydragraph.errors import Unsupported
 from hydragraph.ir.home_layout import HomeLayouts
@@ -248,7 +248,7 @@ class Pricing:
             Ring(stage.tp, backward, size, link, hidden, pieces, back),
         )
 
-    def hop(self, stage: Stage, other: Stage) -> Hop:
+    def hop(self, stage: Stage, other: Stage) -> NeighborMessages:
         senders = stage.devices
         receivers = other.devices
         # Receiver i receives from sender i modulo the number of senders (passes/pipeline.py).
@@ -256,7 +256,9 @@ class Pricing:
         by_sender = [[self.link(a, b) for b in receivers[i :: len(senders)]] for i, (a, _) in enumerate(pairs)]
         links = max(by_sender, key=lambda each: sum(link.seconds(MESSAGE_BYTES) for link in each))
         uses = Counter(resource for pair in pairs for resource in self.cluster.resources(*pair))
-        return Hop(tuple(links), self.sizes.hidden_bytes, max(uses.values()), self.transfer_factors[TimeKind.P2P])
+        return NeighborMessages(
+            tuple(links), self.sizes.hidden_bytes, max(uses.values()), self.transfer_factors[TimeKind.P2P]
+        )
 
     def question(self, strategies: Sequence[Strategy], home: Home, room: Sequence[float] | None = None) -> HomeQuestion:
         return HomeQuestion(
@@ -311,8 +313,8 @@ class Pricing:
         rank: int,
         messages: bool = True,
         over: Mapping[int, Sequence[str]] | None = None,
-    ) -> Walk:
-        return Walk(
+    ) -> MemoryWalk:
+        return MemoryWalk(
             self.blocks,
             strategy,
             batches,

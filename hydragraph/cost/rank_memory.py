@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
-from hydragraph.cost.live_values import Alive
+from hydragraph.cost.live_values import LiveValues
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES, BucketTraffic, HomeTraffic, MessageBytes
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.instruction import Instruction, Op
@@ -137,7 +137,7 @@ def _users(
     return {(turn.op, turn.name): turn.stages for turn in turns(place(outline, strategy, counts), "train")}
 
 
-class Walk:
+class MemoryWalk:
     """A rank's memory after each instruction of an iteration, as `runtime.executor` runs it.
 
     Args:
@@ -191,7 +191,7 @@ class Walk:
         self._sums_at_home = cache(partial(BucketTraffic.sums_at_home, rank=rank))
         self._begin(micro_batches)
 
-    def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
+    def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> MemoryWalk:
         """Return a walk through the same program with other micro-batches."""
         walk = copy(self)
         walk._begin(micro_batches)
@@ -206,7 +206,7 @@ class Walk:
         self._everyones = sum(m.tokens for pipeline in micro_batches for m in pipeline)
         self._in_flight: list[str] = []
         self._pushed_before: set[str] = set()  # buckets
-        self._alive = Alive()
+        self._alive = LiveValues()
         self._on_host: dict[Value, int] = {}
         self._most_on_host = 0
         self._most = -1

@@ -19,7 +19,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Reach:
+class AttentionReach:
     """Keys that a query attends to.
 
     Attributes:
@@ -51,18 +51,18 @@ class Reach:
         return self.window or math.inf, self.chunk or math.inf
 
 
-WHOLE = Reach()
+WHOLE = AttentionReach()
 
-Near = tuple[tuple[Reach, float], ...]  # seconds per unit of q(l), sorted by `Reach.order`
+Near = tuple[tuple[AttentionReach, float], ...]  # seconds per unit of q(l), sorted by `AttentionReach.order`
 
 
 def total(parts: Iterable[tuple[float, Near]]) -> Near:
-    sums: dict[Reach, float] = {}
+    sums: dict[AttentionReach, float] = {}
     for factor, near in parts:
         for reach, pair_s in near:
             sums[reach] = sums.get(reach, 0.0) + factor * pair_s
     return ordered(sums)
 
 
-def ordered(sums: dict[Reach, float]) -> Near:
+def ordered(sums: dict[AttentionReach, float]) -> Near:
     return tuple((reach, sums[reach]) for reach in sorted(sums, key=lambda each: each.order) if reach != WHOLE)

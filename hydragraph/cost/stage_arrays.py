@@ -1,10 +1,10 @@
 """Stage times of a micro-batch, as arrays for compiled code.
 
-    K, S, R, W              numbers of pipeline kinds, stages of the deepest kind, rank kinds per stage, `Reach`es
-    seconds[k, s, r, part]  [K, S, R, 5, 3 + W]  per token^2, per token, per micro-batch, and per `Reach.pairs`
+    K, S, R, W              numbers of pipeline kinds, stages of the deepest kind, rank kinds per stage, reaches
+    seconds[k, s, r, part]  [K, S, R, 5, 3 + W]  per token^2, per token, per micro-batch, and per `AttentionReach.pairs`
     row[s, part]            [S, 5]               a micro-batch's seconds on each stage's slowest rank
 
-A micro-batch is described by sum l^2, sum l and W sums of `Reach.pairs`. Measured links are approximated
+A micro-batch is described by sum l^2, sum l and W sums of `AttentionReach.pairs`. Measured links are approximated
 (`StageTerms.faithful`); `PipelineCost.seconds` is exact.
 """
 
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from hydragraph.cost.compiled_replay import AHEAD, BACK, BACKWARD, EARLY, FORWARD, PARTS
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.cost.reach import Reach
-from hydragraph.cost.stage_costs import Hop, Parts, Ring, StageCost
+from hydragraph.cost.reach import AttentionReach
+from hydragraph.cost.stage_costs import NeighborMessages, Parts, Ring, StageCost
 from hydragraph.ir.schedules.schedule import ScheduleTable
 from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.kernels.numba_compiler import compiled
@@ -97,14 +97,14 @@ def table_at(terms: StageTerms, kind: int) -> ScheduleTable:
 
 
 @lru_cache(maxsize=256)
-def _reaches(kind: PipelineCost) -> frozenset[Reach]:
+def _reaches(kind: PipelineCost) -> frozenset[AttentionReach]:
     parts = (part for s in kind.stage_costs for part in (*s.forward, *s.backward, *s.aux))
     curves = (curve for part in parts for _, curve in part)
     return frozenset(reach for curve in curves for reach, _ in curve.near)
 
 
 @lru_cache(maxsize=256)
-def _kind(kind: PipelineCost, lower: bool, reaches: tuple[Reach, ...]) -> tuple[Floats, bool]:
+def _kind(kind: PipelineCost, lower: bool, reaches: tuple[AttentionReach, ...]) -> tuple[Floats, bool]:
     stages = kind.stage_costs
     mixed = max(len(stage.forward) for stage in stages)
     seconds = np.zeros((len(stages), mixed, PARTS, 3 + len(reaches)))
@@ -122,7 +122,7 @@ def _kind(kind: PipelineCost, lower: bool, reaches: tuple[Reach, ...]) -> tuple[
     return seconds, all(map(_faithful, stages))
 
 
-def _added(parts: Parts, reaches: Sequence[Reach]) -> Floats:
+def _added(parts: Parts, reaches: Sequence[AttentionReach]) -> Floats:
     total = np.zeros(3 + len(reaches))
     for times, k in parts:
         near = dict(k.near)
@@ -139,7 +139,7 @@ def _ring(ring: Ring, lower: bool) -> Floats:
     return np.array([0.0, ring.token_seconds(_per_byte(ring.link, lower)), ring.latency_s])
 
 
-def _hop(hop: Hop | None, lower: bool) -> Floats:
+def _hop(hop: NeighborMessages | None, lower: bool) -> Floats:
     if hop is None:
         return np.zeros(3)
     size = hop.token_bytes * hop.part * max(1, hop.sharing)
@@ -155,7 +155,7 @@ def _faithful(stage: StageCost) -> bool:
 
 @compiled
 def pairs_of(window: float, chunk: float, length: float) -> float:
-    """Return `Reach.pairs` for a window and a chunk size (infinite: no limit)."""
+    """Return `AttentionReach.pairs` for a window and a chunk size (infinite: no limit)."""
     pairs = 0.0
     if length >= chunk:
         near = min(window, chunk)

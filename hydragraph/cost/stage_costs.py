@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.cost.curves import Constants, Load
+from hydragraph.cost.curves import Constants, LengthSums
 from hydragraph.cost.schedule_replay import replayed
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.spec.cluster import Interconnect
@@ -81,7 +81,7 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Hop:
+class NeighborMessages:
     """Messages that a stage's ranks send to a neighboring stage simultaneously.
 
     Attributes:
@@ -119,8 +119,8 @@ class StageCost:
     backward: tuple[Parts, ...]
     aux: tuple[Parts, ...] = ()
     rings: tuple[Ring, Ring] | None = None
-    ahead: Hop | None = None
-    back: Hop | None = None
+    ahead: NeighborMessages | None = None
+    back: NeighborMessages | None = None
 
     def slower(self, factor: float) -> StageCost:
         forward, backward, aux = (
@@ -143,7 +143,7 @@ class StageCost:
 
     def apart(self, lengths: Sequence[int]) -> tuple[float, float, float]:
         """Return the seconds of aux, forward and backward."""
-        load = Load(lengths)
+        load = LengthSums(lengths)
         early, one, two = (
             max((sum(n * curve.at(load) for n, curve in parts) for parts in every), default=0.0)
             for every in (self.aux, self.forward, self.backward)

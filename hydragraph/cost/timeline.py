@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from hydragraph.cost.actors import Actor, rank_actors
 from hydragraph.cost.critical_path import CriticalPath, critical_path
-from hydragraph.cost.event_simulation import Engine, Times
-from hydragraph.cost.instruction_work import Priced
+from hydragraph.cost.event_simulation import EventSimulation, Times
+from hydragraph.cost.instruction_work import InstructionCosts
 from hydragraph.ir.instruction import RULES, Instruction, Op, Stream
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind
@@ -206,7 +206,7 @@ def _waits(instructions: Sequence[Instruction], times: Times) -> dict[Stream, fl
     return waited
 
 
-def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: Priced) -> Timeline:
+def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: InstructionCosts) -> Timeline:
     """Simulate programs that were lowered rank by rank.
 
     Args:
@@ -223,8 +223,8 @@ def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: Priced) ->
 def run(
     actors: Sequence[Actor],
     cluster: Cluster,
-    work: Priced,
+    work: InstructionCosts,
     curves: Curves | None = None,
 ) -> Timeline:
     """Simulate actors that together contain all ranks."""
-    return Timeline(tuple(actors), tuple(Engine(actors, cluster, work).run()), curves)
+    return Timeline(tuple(actors), tuple(EventSimulation(actors, cluster, work).run()), curves)

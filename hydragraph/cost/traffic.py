@@ -53,7 +53,7 @@ class Transfers:
 
 
 @dataclass(frozen=True, eq=False)
-class Passage:
+class ExchangeTimes:
     """Times and resources of an exchange between groups.
 
     Attributes:
@@ -72,7 +72,7 @@ class Passage:
         return bool(self.partners.all())
 
 
-class Roads:
+class RankLinks:
     """Links between a cluster's ranks, which form groups.
 
     Resources are numbered: outgoing ports of groups (0 .. G-1), incoming ports (G .. 2G-1), outgoing cards, incoming
@@ -135,7 +135,7 @@ class Roads:
         _, _, _, rank_s = self._exchanged(moved)
         return float(rank_s.max(initial=0.0))
 
-    def passage(self, moved: Transfers) -> Passage:
+    def passage(self, moved: Transfers) -> ExchangeTimes:
         groups = self._groups
         sent, moving, filling, rank_s = self._exchanged(moved)
         seconds = np.zeros(groups)
@@ -146,7 +146,7 @@ class Roads:
         partners[one, other] = partners[other, one] = True
         taking = partners.any(1)
         partners[taking, taking] = True
-        return Passage(seconds, partners, self._occupied(sent, moving, filling, seconds))
+        return ExchangeTimes(seconds, partners, self._occupied(sent, moving, filling, seconds))
 
     def _exchanged(self, moved: Transfers) -> tuple[Transfers, Floats, Floats, Floats]:
         """Return the transfers of at least one byte, and the results of `message_rounds.together` for them."""

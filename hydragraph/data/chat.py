@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from hydragraph.data.documents import ASSISTANT, AlpacaRecord, Completion, Conversation, Document, TokenIds
 from hydragraph.data.template import ChatTemplate, Span
-from hydragraph.data.token_file import Encoded, vocabulary_of
+from hydragraph.data.token_file import EncodedDocument, vocabulary_of
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -66,10 +66,10 @@ class DocumentEncoder:
         ids, around = self._ids("a"), self.tokenizer.encode("a").ids
         return next((around[:n] for n in range(len(around)) if around[n : n + len(ids)] == ids), [])
 
-    def encode(self, document: Document, place: str) -> Encoded:
+    def encode(self, document: Document, place: str) -> EncodedDocument:
         """Encode the document at `place`; a ValueError states why this is impossible."""
         if isinstance(document, str):
-            return Encoded(self._ended(self._begun(document)))
+            return EncodedDocument(self._ended(self._begun(document)))
         if isinstance(document, TokenIds):
             return self._given(document, place)
         if isinstance(document, AlpacaRecord) and self.template is None:
@@ -99,7 +99,7 @@ class DocumentEncoder:
     def _ended(self, ids: list[int]) -> list[int]:
         return ids if ids[-1:] == [self.end] else [*ids, self.end]
 
-    def _given(self, tokens: TokenIds, place: str) -> Encoded:
+    def _given(self, tokens: TokenIds, place: str) -> EncodedDocument:
         most = vocabulary_of(self.tokenizer)
         odd = next((i for i in tokens.ids if not 0 <= i < most), None)
         if odd is not None:
@@ -107,17 +107,17 @@ class DocumentEncoder:
                 f"{place}: the tokenizer has no id {odd}, only 0 to {most - 1}: set data.tokenizer to the tokenizer "
                 "that produced the ids"
             )
-        return Encoded(list(tokens.ids), None if tokens.targets is None else list(tokens.targets))
+        return EncodedDocument(list(tokens.ids), None if tokens.targets is None else list(tokens.targets))
 
-    def _completion(self, pair: Completion) -> Encoded:
+    def _completion(self, pair: Completion) -> EncodedDocument:
         prompt = self._begun(pair.prompt)
         text = pair.completion
         # Many tokenizers add a space before a text, so the completion is encoded after other text.
         answer = _rest(self._begun(pair.prompt + text), prompt) or _rest(self._ids("\n" + text), self._ids("\n"))
         answer = self._ended(answer or self._ids(text))
-        return Encoded([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
+        return EncodedDocument([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
 
-    def _conversation(self, conversation: Conversation, place: str) -> Encoded:
+    def _conversation(self, conversation: Conversation, place: str) -> EncodedDocument:
         if self.template is None:
             raise ValueError(
                 f"{place} is a conversation, but the tokenizer has no chat template: set data.chat_template to "
@@ -134,7 +134,7 @@ class DocumentEncoder:
             # Drop whitespace after the model's output, and append the end token.
             kept = len(targets) - targets[::-1].index(True)
             ids, targets = [*ids[:kept], self.end], [*targets[:kept], True]
-        return Encoded(ids, targets)
+        return EncodedDocument(ids, targets)
 
     def _ends(self, ids: Sequence[int]) -> bool:
         for token in reversed(ids):

@@ -17,7 +17,7 @@ from typing import Any
 
 from hydragraph.data import tables
 from hydragraph.data.compressed import is_compressed, opened, suffix_of
-from hydragraph.data.documents import OF_MESSAGES, PLAIN, Conversation, Document, Fields, Format, Preference
+from hydragraph.data.documents import OF_MESSAGES, PLAIN, Conversation, Document, FieldNames, Format, Preference
 from hydragraph.errors import listed, type_text
 
 
@@ -80,7 +80,7 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedDocument:
     """A document and its place, such as "chat.jsonl:3" or "table.parquet: row 7"."""
 
     place: str
@@ -93,10 +93,10 @@ _Found = tuple[str, Document | Preference | None]
 def documents(
     paths: Sequence[Path],
     suffixes: tuple[str, ...] | None = None,
-    fields: Fields = PLAIN,
+    fields: FieldNames = PLAIN,
     report: CorpusReport | None = None,
     limit: int | None = None,
-) -> Iterator[Placed]:
+) -> Iterator[PlacedDocument]:
     """Yield every document of a corpus: a .jsonl line, a row of a table, or any other file as a whole.
 
     A pair of answers yields two documents, the preferred answer first. Line ends are kept, and a byte-order mark is
@@ -112,7 +112,7 @@ def documents(
     return _logged(files(paths, suffixes), fields, CorpusReport() if report is None else report, limit)
 
 
-def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> set[Format]:
+def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: FieldNames = PLAIN) -> set[Format]:
     seen_formats: set[Format] = set()
     for path in files(paths, suffixes):
         suffix = suffix_of(path)
@@ -147,7 +147,7 @@ def _is_text(start: bytes) -> bool:
     return bool(text.strip()) or len(start) == _LOOKED_AT
 
 
-def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> str:
+def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: FieldNames = PLAIN) -> str:
     """Hash `fields` and the paths, sizes and modification times of a corpus's files; return 64 hexadecimal digits."""
     digest = hashlib.sha256(json.dumps(["corpus", 2, asdict(fields)]).encode())
     for path in files(paths, suffixes):
@@ -223,7 +223,7 @@ def left_out(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> 
 def unread(
     paths: Sequence[Path],
     suffixes: tuple[str, ...] | None = None,
-    fields: Fields = PLAIN,
+    fields: FieldNames = PLAIN,
     template: str | None = None,
 ) -> list[str]:
     """Return the names of unread fields in the first records of each file.
@@ -278,18 +278,18 @@ def _raise(error: OSError) -> None:  # by default, os.walk skips unreadable dire
     raise error
 
 
-def _logged(paths: list[Path], fields: Fields, report: CorpusReport, limit: int | None) -> Iterator[Placed]:
+def _logged(paths: list[Path], fields: FieldNames, report: CorpusReport, limit: int | None) -> Iterator[PlacedDocument]:
     for place, document in islice(_draw(paths, fields, report), limit):
         if isinstance(document, Preference):
-            yield Placed(f"{place}, {fields.chosen}", document.chosen)
-            yield Placed(f"{place}, {fields.rejected}", document.rejected)
+            yield PlacedDocument(f"{place}, {fields.chosen}", document.chosen)
+            yield PlacedDocument(f"{place}, {fields.rejected}", document.rejected)
         else:
-            yield Placed(place, document)
+            yield PlacedDocument(place, document)
     level = logging.WARNING if report.undecodable or report.unread else logging.INFO
     logging.getLogger(__name__).log(level, "%s", report.sentence())
 
 
-def _draw(paths: list[Path], fields: Fields, report: CorpusReport) -> Iterator[tuple[str, Document | Preference]]:
+def _draw(paths: list[Path], fields: FieldNames, report: CorpusReport) -> Iterator[tuple[str, Document | Preference]]:
     sizes = [path.stat().st_size for path in paths]
     report.bytes += sum(sizes)
     behind = report.read
@@ -304,7 +304,7 @@ def _draw(paths: list[Path], fields: Fields, report: CorpusReport) -> Iterator[t
         report.read = behind
 
 
-def _read(path: Path, fields: Fields, report: CorpusReport) -> Iterator[_Found]:
+def _read(path: Path, fields: FieldNames, report: CorpusReport) -> Iterator[_Found]:
     suffix = suffix_of(path)
     if suffix in _LINES:
         return _read_jsonl(path, fields, report)
@@ -324,7 +324,7 @@ def _read_text(path: Path, report: CorpusReport) -> Iterator[_Found]:
 
 
 def _read_jsonl(
-    path: Path, fields: Fields, report: CorpusReport, formats: set[Format] | None = None
+    path: Path, fields: FieldNames, report: CorpusReport, formats: set[Format] | None = None
 ) -> Iterator[_Found]:
     format: Format | None = None
     with opened(path) as lines:
@@ -349,7 +349,7 @@ def _read_jsonl(
             yield place, fields.document(record, format, place)
 
 
-def _parse(line: str, fields: Fields, place: str) -> dict[str, Any]:
+def _parse(line: str, fields: FieldNames, place: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -361,7 +361,7 @@ def _parse(line: str, fields: Fields, place: str) -> dict[str, Any]:
     return record
 
 
-def _table_format(path: Path, fields: Fields) -> Format:
+def _table_format(path: Path, fields: FieldNames) -> Format:
     names = tables.columns(path)
     format = fields.format_of(names, str(path), "column")
     if format == "text" and fields.text not in names:
@@ -372,7 +372,7 @@ def _table_format(path: Path, fields: Fields) -> Format:
     return format
 
 
-def _read_table(path: Path, fields: Fields, report: CorpusReport) -> Iterator[_Found]:
+def _read_table(path: Path, fields: FieldNames, report: CorpusReport) -> Iterator[_Found]:
     format = _table_format(path, fields)
     read = fields.read(format)
     report.unread |= dict.fromkeys(name for name in tables.columns(path) if name not in read)

@@ -91,7 +91,7 @@ Document = str | Completion | Conversation | TokenIds
 
 
 @dataclass(frozen=True)
-class Fields:
+class FieldNames:
     """Field names of a .jsonl object or a table row.
 
     Attributes:
@@ -292,7 +292,7 @@ class Fields:
         return f"{lacks}, nor any other text field: write {write}"
 
 
-PLAIN = Fields()
+PLAIN = FieldNames()
 
 
 def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Messages]:

@@ -12,9 +12,9 @@ import numpy as np
 
 from hydragraph.atomic_write import whole_file
 from hydragraph.data.chat import DocumentEncoder
-from hydragraph.data.corpus import Placed
+from hydragraph.data.corpus import PlacedDocument
 from hydragraph.data.documents import characters_of
-from hydragraph.data.token_file import Encoded, batched, encode_texts
+from hydragraph.data.token_file import EncodedDocument, batched, encode_texts
 
 _EVERY_S = 20.0
 
@@ -29,7 +29,7 @@ class EncodedParts:
         for unfinished in directory.glob("*.partial"):
             unfinished.unlink()
 
-    def encoded(self, documents: Iterable[Placed], encoder: DocumentEncoder) -> Iterator[int]:
+    def encoded(self, documents: Iterable[PlacedDocument], encoder: DocumentEncoder) -> Iterator[int]:
         """Encode the documents that no part contains; after each batch, yield the total number encoded.
 
         Args:
@@ -37,7 +37,7 @@ class EncodedParts:
         """
         done = sum(self._count(path) for path in self._files)
         since = time.monotonic()
-        waiting: list[Encoded] = []
+        waiting: list[EncodedDocument] = []
         for batch in _batches(islice(documents, done, None), encoder):
             waiting += batch
             if time.monotonic() - since >= self._every_s:
@@ -48,14 +48,14 @@ class EncodedParts:
         if waiting:
             self._write(waiting, done)
 
-    def read(self) -> Iterator[list[Encoded]]:
+    def read(self) -> Iterator[list[EncodedDocument]]:
         for path in self._files:
             with np.load(path) as part:
                 ids, lengths, targets = part["ids"], part["lengths"], part["targets"]
             ends = np.cumsum(lengths)
             masked = bool(len(targets))
             yield [
-                Encoded(ids[end - n : end], targets[end - n : end] if masked else None)
+                EncodedDocument(ids[end - n : end], targets[end - n : end] if masked else None)
                 for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)
             ]
 
@@ -78,7 +78,7 @@ class EncodedParts:
         with np.load(path) as part:
             return len(part["lengths"])
 
-    def _write(self, documents: list[Encoded], before: int) -> int:
+    def _write(self, documents: list[EncodedDocument], before: int) -> int:
         lengths = np.array([len(document.ids) for document in documents], np.int64)
         ids = np.concatenate([np.asarray(document.ids, np.uint32) for document in documents])
         masked = any(document.targets is not None for document in documents)
@@ -89,7 +89,7 @@ class EncodedParts:
         return before + len(documents)
 
 
-def _batches(documents: Iterable[Placed], encoder: DocumentEncoder) -> Iterator[list[Encoded]]:
+def _batches(documents: Iterable[PlacedDocument], encoder: DocumentEncoder) -> Iterator[list[EncodedDocument]]:
     for batch in batched(documents, lambda placed: characters_of(placed.document)):
         texts = [placed.document for placed in batch if isinstance(placed.document, str)]
         if len(texts) == len(batch):

@@ -168,7 +168,7 @@ class TokenFile:
 
 
 @dataclass(frozen=True, eq=False)
-class Encoded:
+class EncodedDocument:
     """Tokens of a document.
 
     Attributes:
@@ -185,7 +185,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> int:
 
 
 def write_encoded(
-    path: Path, batches: Iterable[Sequence[Encoded]], vocabulary: int, end: int, targeted: bool
+    path: Path, batches: Iterable[Sequence[EncodedDocument]], vocabulary: int, end: int, targeted: bool
 ) -> TokenFile:
     """Write a token file, which appears only when it is complete.
 
@@ -206,12 +206,16 @@ def write_encoded(
     return TokenFile.open(path)
 
 
-def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, end: int, begin: Sequence[int] = ()) -> list[Encoded]:
+def encode_texts(
+    texts: Sequence[str], tokenizer: Tokenizer, end: int, begin: Sequence[int] = ()
+) -> list[EncodedDocument]:
     begins = list(begin)
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     every = (encoding.ids for encoding in encodings)
     return [
-        Encoded([*(begins if ids[: len(begins)] != begins else ()), *ids, *([end] if ids[-1:] != [end] else ())])
+        EncodedDocument(
+            [*(begins if ids[: len(begins)] != begins else ()), *ids, *([end] if ids[-1:] != [end] else ())]
+        )
         for ids in every
     ]
 
@@ -231,7 +235,7 @@ def batched(documents: Iterable[T], characters_of: Callable[[T], int]) -> Iterat
 
 
 def _write_payload(
-    file: BinaryIO, batches: Iterable[Sequence[Encoded]], vocabulary: int, end: int, targeted: bool
+    file: BinaryIO, batches: Iterable[Sequence[EncodedDocument]], vocabulary: int, end: int, targeted: bool
 ) -> _Header:
     item_bytes = 2 if vocabulary <= 1 << (16 - targeted) else 4
     no_target = 1 << (8 * item_bytes - 1)

@@ -26,7 +26,7 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.timeline import Timeline
 from hydragraph.cost.timeline import simulate as simulate_programs
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
-from hydragraph.engine.automatic_plan import Subject, plan_automatically, state_bytes_of
+from hydragraph.engine.automatic_plan import PlanningSubject, plan_automatically, state_bytes_of
 from hydragraph.engine.candidate_strategies import Choices, Planning, candidates_of, strategy_for
 from hydragraph.engine.compiled_model import ExecutableOptions
 from hydragraph.engine.executable import Executable
@@ -216,7 +216,7 @@ def compile(
         if profile is None and automatic and not apart_now:
             on = _backend(backend, world.device, deterministic)
             wanted = home_for(owners or AUTO, fewer) if fewer else owners or AUTO
-            subject = Subject.of(program, source.buffers, on, wanted, optimizer)
+            subject = PlanningSubject.of(program, source.buffers, on, wanted, optimizer)
             planning = plan_automatically(subject, world, planning, preplanned=not deterministic)
         options = replace(options, check=mode_of(check), library=library, variants=variants)
         given = (model, program, strategy, optimizer, world, options)

@@ -27,7 +27,7 @@ from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.rank_memory import ADAMW_STATE_BYTES
 from hydragraph.engine.candidate_strategies import Planning, planned_for, runs, sample_of
-from hydragraph.engine.discovery import Discovered, discover
+from hydragraph.engine.discovery import DiscoveredCluster, discover
 from hydragraph.engine.profile_cache import (
     CachedProfile,
     equally_changed,
@@ -66,7 +66,7 @@ ASSUMED = (4, 512)
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlanningSubject:
     model: MeasuredModel
     home: Home
     state_bytes: int
@@ -74,19 +74,19 @@ class Subject:
     @staticmethod
     def of(
         program: Program, buffers: Mapping[str, Tensor], backend: str, home: Home, optimizer: OptimizerFactory | None
-    ) -> Subject:
+    ) -> PlanningSubject:
         limits = field_ranges_of(program)
         vocabulary = min((limit.high for limit in limits if limit.field in ("input_ids", "labels")), default=1)
         positions = min((limit.high for limit in limits if limit.field == "position_ids"), default=None)
         element = state_bytes_of(program, optimizer)
-        return Subject(MeasuredModel(program, buffers, vocabulary, positions, backend), home, element)
+        return PlanningSubject(MeasuredModel(program, buffers, vocabulary, positions, backend), home, element)
 
     @property
     def program(self) -> Program:
         return self.model.program
 
 
-def plan_automatically(subject: Subject, world: World, planning: Planning, preplanned: bool = True) -> Planning:
+def plan_automatically(subject: PlanningSubject, world: World, planning: Planning, preplanned: bool = True) -> Planning:
     """Measure and plan on the running ranks; return inputs for the choice of strategies. All ranks call this.
 
     Args:
@@ -132,7 +132,12 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
 
 
 def measure_newcomers(
-    subject: Subject, world: World, planning: Planning, known: Costs, types: Sequence[str], newcomers: Sequence[int]
+    subject: PlanningSubject,
+    world: World,
+    planning: Planning,
+    known: Costs,
+    types: Sequence[str],
+    newcomers: Sequence[int],
 ) -> Costs | None:
     """Return new costs if a joining rank's device has an unexpected type, otherwise None; all ranks call this.
 
@@ -154,7 +159,7 @@ def measure_newcomers(
         groups.close()
 
 
-def _check_models(subject: Subject, found: Discovered, groups: Groups) -> None:
+def _check_models(subject: PlanningSubject, found: DiscoveredCluster, groups: Groups) -> None:
     programs: list[str] = groups.gather(f"{subject.program.fingerprint}, {subject.program.dtype}")
     for rank, other in enumerate(programs):
         if other != programs[0]:
@@ -173,7 +178,7 @@ class _Plan:
     full: float
 
 
-def _planned(subject: Subject, costs: Costs, planning: Planning) -> _Plan:
+def _planned(subject: PlanningSubject, costs: Costs, planning: Planning) -> _Plan:
     from hydragraph.planner.brief_explanation import brief_explanation  # needs numba
 
     doing("planning")
@@ -188,7 +193,7 @@ def _planned(subject: Subject, costs: Costs, planning: Planning) -> _Plan:
     return _Plan(able, lines, took_s, full)
 
 
-def _lines(costs: Costs, found: Discovered, plan: Sequence[str], source: str, assumed: str) -> tuple[str, ...]:
+def _lines(costs: Costs, found: DiscoveredCluster, plan: Sequence[str], source: str, assumed: str) -> tuple[str, ...]:
     from hydragraph.planner.brief_explanation import devices_line
 
     types = [costs.cluster.type_of(rank) for rank in range(costs.ranks)]
@@ -196,7 +201,9 @@ def _lines(costs: Costs, found: Discovered, plan: Sequence[str], source: str, as
     return (devices, *plan, f"costs: {source}", *([assumed] if assumed else []))
 
 
-def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planning, more: bool) -> tuple[Costs, str]:
+def _costs(
+    subject: PlanningSubject, found: DiscoveredCluster, groups: Groups, planning: Planning, more: bool
+) -> tuple[Costs, str]:
     """Return the model's costs on the discovered devices, equal on all ranks, and a description of their source."""
     degrees = _degrees(subject.program, max(Counter(found.places).values()))
     kinds = [StageKind(tp, sp, again) for tp in degrees for sp in {False, tp > 1} for again in (False, True)]
@@ -230,7 +237,7 @@ def _is_noisy(profile: Profile) -> bool:
     return any(why != TOO_SMALL for why in profile.unfit.values())
 
 
-def _priced(subject: Subject, profile: Profile, found: Discovered) -> Costs:
+def _priced(subject: PlanningSubject, profile: Profile, found: DiscoveredCluster) -> Costs:
     push = subject.program.push_dtype.itemsize
     return Costs(profile, found.cluster, home=subject.home, push_itemsize=push, state_bytes=subject.state_bytes)
 
@@ -249,7 +256,7 @@ def _of_first(groups: Groups, value: T) -> T:
     return cast("T", first[0])
 
 
-def _longest(program: Program, found: Discovered, required: int) -> int:
+def _longest(program: Program, found: DiscoveredCluster, required: int) -> int:
     slowest = min(report.flops_per_s for report in found.reports)
     block = max(bucket.size for bucket in program.buckets)
     return max(required, min(4 * hidden_size(program), int(BLOCK_S * slowest / (6 * block))))
@@ -268,7 +275,7 @@ class _Keys:
     own: str
 
 
-def _keys(subject: Subject, found: Discovered, settings: MeasureSettings, required: int) -> list[_Keys]:
+def _keys(subject: PlanningSubject, found: DiscoveredCluster, settings: MeasureSettings, required: int) -> list[_Keys]:
     program = subject.program
     kinds = tuple(kind.text for kind in settings.every_kind)
     model = (program.fingerprint, program.origin, str(program.dtype), subject.model.backend)
@@ -283,7 +290,7 @@ def _keys(subject: Subject, found: Discovered, settings: MeasureSettings, requir
     return keys
 
 
-def _recalled(keys: Sequence[_Keys], found: Discovered) -> tuple[Profile, tuple[str, ...]] | None:
+def _recalled(keys: Sequence[_Keys], found: DiscoveredCluster) -> tuple[Profile, tuple[str, ...]] | None:
     shared: dict[str, CachedProfile | None] = {}
     devices = []
     for key, report, name in zip(keys, found.reports, found.types, strict=True):
@@ -303,7 +310,7 @@ def _recalled(keys: Sequence[_Keys], found: Discovered) -> tuple[Profile, tuple[
     return Profile.merge([*profiles.values()]), tuple(device.profile.type for device in devices)
 
 
-def _remember(keys: Sequence[_Keys], found: Discovered, profile: Profile, types: Sequence[str]) -> None:
+def _remember(keys: Sequence[_Keys], found: DiscoveredCluster, profile: Profile, types: Sequence[str]) -> None:
     new_types: dict[str, set[str]] = {}
     for old, new in zip(found.types, types, strict=True):
         new_types.setdefault(old, set()).add(new)
@@ -315,7 +322,7 @@ def _remember(keys: Sequence[_Keys], found: Discovered, profile: Profile, types:
 
 
 def _measured(
-    subject: Subject, found: Discovered, groups: Groups, settings: MeasureSettings
+    subject: PlanningSubject, found: DiscoveredCluster, groups: Groups, settings: MeasureSettings
 ) -> tuple[Profile, tuple[str, ...]]:
     def tell(done: int, total: int, what: str) -> None:
         if what and groups.world.rank == 0:

@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class PreparedStrategies:
     """Graphs and checks that one machine prepared for all its ranks; `refused`: why strategies cannot run, or ""."""
 
     variants: Variants | None
@@ -40,7 +40,7 @@ class Made:
     refused: str = ""
 
 
-class Beforehand:
+class BackgroundCompile:
     """Background process that prepares strategies."""
 
     def __init__(self, variants: Variants, check: StageCheck | None, strategies: Sequence[Strategy]) -> None:
@@ -89,17 +89,17 @@ class Beforehand:
 
 
 @dataclass(frozen=True, eq=False)
-class Readying:
+class StrategyPreparation:
     """One rank's part in the preparation of new strategies; `makes`: whether this rank starts the process."""
 
     variants: Variants
     check: StageCheck | None
     makes: bool
 
-    def begin(self, strategies: Sequence[Strategy]) -> Beforehand | None:
+    def begin(self, strategies: Sequence[Strategy]) -> BackgroundCompile | None:
         if not self.makes or not self.variants.portable or not self.variants.lacks(strategies):
             return None
-        return Beforehand(self.variants, self.check, strategies)
+        return BackgroundCompile(self.variants, self.check, strategies)
 
     def take(self, offer: OfferedFile) -> str:
         try:
@@ -107,7 +107,7 @@ class Readying:
         except (OSError, ValueError, RuntimeError) as error:
             _LOG.warning("the graphs of new strategies cannot be read, so this rank compiles them: %s", error)
             return ""
-        assert isinstance(prepared, Made), "a preparing process writes only `Made`"
+        assert isinstance(prepared, PreparedStrategies), "a preparing process writes only `PreparedStrategies`"
         if prepared.variants is not None:
             self.variants.adopt(prepared.variants)
         if self.check is not None:
@@ -126,15 +126,15 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def made(variants: Variants, check: StageCheck | None, strategies: Sequence[Strategy]) -> Made:
+def made(variants: Variants, check: StageCheck | None, strategies: Sequence[Strategy]) -> PreparedStrategies:
     try:
         variants.compile(strategies)
         if check is not None:
             for strategy in strategies:
                 check.check(strategy)
     except ValueError as error:
-        return Made(None, {}, str(error))
-    return Made(variants, {} if check is None else check.passed)
+        return PreparedStrategies(None, {}, str(error))
+    return PreparedStrategies(variants, {} if check is None else check.passed)
 
 
 def end_with_stdin() -> None:

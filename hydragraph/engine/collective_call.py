@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, TypeVar
 
-from hydragraph.cluster.failure.rank_watch import Watch
+from hydragraph.cluster.failure.rank_watch import RankWatch
 from hydragraph.engine.state_transfer import parts
-from hydragraph.engine.step_agreement import Promise
+from hydragraph.engine.step_agreement import AgreedStep
 from hydragraph.private.torch_modes import own_modes
 
 P = ParamSpec("P")
@@ -34,13 +34,13 @@ class Restriction:
 class CollectiveCalls:
     """Object with methods that all ranks must call together (`collective`)."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: RankWatch) -> None:
         self._watch = watch
         self._lock = threading.RLock()
         self._innermost = ""  # call that holds the lock
         self._closed = False
         self._restricted: Restriction | None = None
-        self._promised: Promise | None = None  # next step, if the ranks have agreed on it
+        self._promised: AgreedStep | None = None  # next step, if the ranks have agreed on it
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hydragraph.checkpoint.weights.pretrained_directory import Shell
+from hydragraph.checkpoint.weights.pretrained_directory import MetaModel
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.failure.time_limits import PROGRESS_S
 from hydragraph.cluster.launch import World
@@ -24,8 +24,8 @@ from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.frontend.compiled_state import CompiledState
 from hydragraph.frontend.loss_module import loss_buffers
 from hydragraph.frontend.meta_initialiser import initial_buffers, initial_parameters, is_meta
-from hydragraph.frontend.mini_batch import AssignedBatch, MiniBatch, Planned, packed
-from hydragraph.frontend.packed_batch import Draws
+from hydragraph.frontend.mini_batch import AssignedBatch, MiniBatch, PlanningTimes, packed
+from hydragraph.frontend.packed_batch import DropoutNumbers
 from hydragraph.frontend.packed_inputs import Loss, own_fields, token_cross_entropy
 from hydragraph.frontend.peft_adapters import is_peft
 from hydragraph.ir.program import Program
@@ -85,7 +85,7 @@ class CompiledModel:
         self.seed = options.seed
         self.max_grad_norm = options.max_grad_norm
         self.tensors = tensor_names(model)
-        self.shell = Shell.of(model)
+        self.shell = MetaModel.of(model)
         self.adapted = is_peft(model)
         self.backend = backend
         self._library = library
@@ -176,17 +176,17 @@ class CompiledModel:
         batch: MiniBatch,
         strategy: Strategy,
         assignment: Assignment,
-        planned: Planned,
+        planned: PlanningTimes,
         world: World,
         purpose: Purpose,
         update: int,
     ) -> AssignedBatch:
         """Pack this rank's micro-batches; `update` selects the dropout masks."""
-        draws: Draws | None = None
+        draws: DropoutNumbers | None = None
         if self.program.drops:
             count = len(batch.sequences)
             numbers = [-1] * count if mode_of(purpose) == "evaluate" else range(count)
-            draws = Draws(key_of(self.seed, update), numbers)
+            draws = DropoutNumbers(key_of(self.seed, update), numbers)
         if self.sums is not None:
             assignment = assignment.one_by_one
         given = (batch, strategy, assignment, world.rank, world.device, "cu_seqlens" in self._head.inputs)

@@ -14,7 +14,7 @@ from hydragraph.spec.cluster import Cluster, Device, Interconnect, Node
 
 
 @dataclass(frozen=True)
-class Discovered:
+class DiscoveredCluster:
     """Devices and their types by rank, measured links, and the resulting cluster."""
 
     reports: tuple[DeviceReport, ...]
@@ -26,7 +26,7 @@ class Discovered:
     def places(self) -> tuple[DevicePlace, ...]:
         return tuple(DevicePlace(report.node, name) for report, name in zip(self.reports, self.types, strict=True))
 
-    def divided(self, types: tuple[str, ...]) -> Discovered:
+    def divided(self, types: tuple[str, ...]) -> DiscoveredCluster:
         if types == self.types:
             return self
         return replace(self, types=types, cluster=cluster_of(self.reports, types, self.links))
@@ -43,7 +43,7 @@ class Discovered:
         return "".join(f", {part}" for part in parts)
 
 
-def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discovered:
+def discover(groups: Groups, probe: Callable[[], float] | None = None) -> DiscoveredCluster:
     """Discover the devices and links of all ranks; all ranks call this.
 
     Args:
@@ -56,7 +56,7 @@ def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discov
     types = types_of(reports)
     links = measure_links(groups, [report.node for report in reports])
     links = groups.gather(links)[0]  # rounding may differ between ranks
-    return Discovered(reports, types, links, cluster_of(reports, types, links))
+    return DiscoveredCluster(reports, types, links, cluster_of(reports, types, links))
 
 
 def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: MeasuredLinks) -> Cluster:

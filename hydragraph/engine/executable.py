@@ -21,12 +21,12 @@ from hydragraph.cluster.failure.rank_watch import CLOSED
 from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.engine.automatic_plan import Subject, measure_newcomers, plan_automatically, state_bytes_of
+from hydragraph.engine.automatic_plan import PlanningSubject, measure_newcomers, plan_automatically, state_bytes_of
 from hydragraph.engine.candidate_strategies import request_of, strategy_for
 from hydragraph.engine.collective_call import ENDS, Restriction, collective
 from hydragraph.engine.membership import Membership
 from hydragraph.engine.state_transfer import Restore, keep, read
-from hydragraph.engine.step_agreement import Inputs, Promise
+from hydragraph.engine.step_agreement import AgreedStep, Inputs
 from hydragraph.engine.step_report import StepReport
 from hydragraph.engine.weight_export import PublishedWeights, persistent_buffers, state_dict
 from hydragraph.errors import Unsupported
@@ -109,7 +109,7 @@ class Executable(Membership):
             sequences: the object that `step` will receive; it must be iterable twice and must not change.
         """
         self._check_open("promise")
-        self._next = Promise(Inputs(sequences, strategy, divide_by)) if self.world.ranks > 1 else None
+        self._next = AgreedStep(Inputs(sequences, strategy, divide_by)) if self.world.ranks > 1 else None
 
     def choose_from(
         self, strategies: Sequence[Strategy], request: PlanRequest, static: int | None = None, ready_first: bool = False
@@ -198,9 +198,9 @@ class Executable(Membership):
         return costs is not None
 
     @property
-    def _subject(self) -> Subject:
+    def _subject(self) -> PlanningSubject:
         compiled = self._compiled
-        return Subject.of(self.program, compiled.buffers, compiled.backend, self.wanted_home, self._optimizer)
+        return PlanningSubject.of(self.program, compiled.buffers, compiled.backend, self.wanted_home, self._optimizer)
 
     @property
     def explanation(self) -> tuple[str, ...]:
@@ -433,7 +433,7 @@ class Executable(Membership):
             )
         self._stop_handover()
         shell = self._compiled.shell
-        names = pretrained.Names.of(None if shell is None else shell.model, self._compiled.tensors)
+        names = pretrained.TensorNames.of(None if shell is None else shell.model, self._compiled.tensors)
         pretrained.load(Path(path), self.home, self._session.buffers, names, self.groups)
         self._holding.loaded()
 

@@ -18,10 +18,10 @@ from hydragraph.engine.candidate_strategies import strategy_for
 from hydragraph.engine.collective_call import ENDS, CollectiveCalls
 from hydragraph.engine.compiled_model import CompiledModel
 from hydragraph.engine.session import Session
-from hydragraph.engine.state_transition import Holding
-from hydragraph.engine.step_agreement import Call, Inputs, Promise
+from hydragraph.engine.state_transition import StateTransition
+from hydragraph.engine.step_agreement import AgreedStep, Inputs, StepCall
 from hydragraph.engine.step_report import StepReport
-from hydragraph.engine.strategy_selector import Chooser
+from hydragraph.engine.strategy_selector import StrategySelector
 from hydragraph.errors import Stopped, Unsupported
 from hydragraph.frontend.mini_batch import AssignedBatch, MiniBatch, digest
 from hydragraph.ir.instruction_text import instruction_text
@@ -43,7 +43,7 @@ _Running = tuple[Strategy, tuple[int, ...], Purpose]  # strategy, micro-batch co
 class IterationRunner(CollectiveCalls):
     """Runner of iterations on the current session; `Executable` documents the attributes."""
 
-    def __init__(self, compiled: CompiledModel, holding: Holding, world: World) -> None:
+    def __init__(self, compiled: CompiledModel, holding: StateTransition, world: World) -> None:
         super().__init__(world.watch)
         self._compiled = compiled
         self._holding = holding
@@ -52,8 +52,8 @@ class IterationRunner(CollectiveCalls):
         self.watched = False
         self.stopping = 0
         self.listens: Callable[[], int] | None = None
-        self._choosing: Chooser | None = None
-        self._next: Promise | None = None
+        self._choosing: StrategySelector | None = None
+        self._next: AgreedStep | None = None
         self._communications = 0
         self._probe = SpeedProbe(world.device)
         self._begin_era()
@@ -75,7 +75,7 @@ class IterationRunner(CollectiveCalls):
         return self._holding.session
 
     @property
-    def _chooser(self) -> Chooser:
+    def _chooser(self) -> StrategySelector:
         if self._choosing is None:
             raise ValueError("this executable has not joined the other ranks yet: call move first")
         return self._choosing
@@ -122,7 +122,7 @@ class IterationRunner(CollectiveCalls):
         log.at_step(self.steps + trains)
         began = time.perf_counter()
         self._communications += 1
-        coming: Promise | None = None
+        coming: AgreedStep | None = None
         if trains:  # even if this step is rejected, the promise is used up
             coming, self._next = self._next, None
         with self._watch.step(self._communications, self._describe):
@@ -197,7 +197,7 @@ class IterationRunner(CollectiveCalls):
         assert call.batch is not None
         return call.batch, call.strategy
 
-    def _checked(self, inputs: Inputs, purpose: Purpose) -> Call:
+    def _checked(self, inputs: Inputs, purpose: Purpose) -> StepCall:
         batch: MiniBatch | None = None
         strategy: Strategy | None = None
         refused: Exception | None = None
@@ -213,7 +213,7 @@ class IterationRunner(CollectiveCalls):
         except Exception as error:
             refused = error
         accepted = (str(strategy), purpose, inputs.divide_by, self._update_settings(purpose), self._restricted)
-        return Call(batch, strategy, refused, digest(repr(accepted if refused is None else refused), batch))
+        return StepCall(batch, strategy, refused, digest(repr(accepted if refused is None else refused), batch))
 
     def _refusal(self, purpose: Purpose) -> Exception | None:
         try:
@@ -239,7 +239,7 @@ class IterationRunner(CollectiveCalls):
     def _update_settings(self, purpose: Purpose) -> str:
         return settings_of(self._session.optimizer) if purpose == "train" else ""
 
-    def _says(self, coming: Promise | None, purpose: Purpose, refused: Exception | None) -> tuple[int, ...]:
+    def _says(self, coming: AgreedStep | None, purpose: Purpose, refused: Exception | None) -> tuple[int, ...]:
         update = -1 if refused is not None else digest(self._update_settings(purpose), None) >> 10
         if coming is None:
             return self._session.saying(-1, 0, update)

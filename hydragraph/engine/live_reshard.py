@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hydragraph.checkpoint.optimizer_state import Plain, merged, plain_state
+from hydragraph.checkpoint.optimizer_state import UnshardedState, merged, plain_state
 from hydragraph.checkpoint.optimizer_state import restore as restore_optimizer
 from hydragraph.cluster.agreement import together
 from hydragraph.cluster.communicators import Channel
 from hydragraph.engine.session import Session
 from hydragraph.runtime.home_state import HomeState
-from hydragraph.runtime.state_movement import Carrying, OwnedState, Route, agreed_columns
+from hydragraph.runtime.state_movement import OwnedState, Route, StateTransfer, agreed_columns
 
 CHUNK = 16 << 20  # bytes packed at a time, to limit how long an instruction waits
 
@@ -26,7 +26,7 @@ _WHAT = "rehome"
 
 
 @dataclass(eq=False)
-class Handover:
+class LiveReshard:
     """State moving to other owners.
 
     Attributes:
@@ -37,12 +37,12 @@ class Handover:
     arriving: Session
     _state: OwnedState
     _route: Route
-    _carrying: Carrying
-    _plains: list[Plain]
+    _carrying: StateTransfer
+    _plains: list[UnshardedState]
     whole: bool = False
 
     @staticmethod
-    def begin(ending: Session, arriving: Session) -> Handover:
+    def begin(ending: Session, arriving: Session) -> LiveReshard:
         """Start moving state to `arriving`, a session with other owners and without state; all ranks call this."""
         groups = ending.groups
         own = OwnedState.of(ending.home, ending.optimizer)
@@ -58,9 +58,9 @@ class Handover:
         updated = streams.mark()
         with streams.beside():
             streams.wait(updated)
-        carrying = Carrying(route, own, state, groups, Channel.MOVE, CHUNK)
-        plains = [Plain(**plain) for _, plain in reports if plain is not None]
-        return Handover(ending, arriving, state, route, carrying, plains)
+        carrying = StateTransfer(route, own, state, groups, Channel.MOVE, CHUNK)
+        plains = [UnshardedState(**plain) for _, plain in reports if plain is not None]
+        return LiveReshard(ending, arriving, state, route, carrying, plains)
 
     def go_on(self) -> None:
         """Advance the transfer between instructions, without waiting."""
@@ -81,12 +81,12 @@ class Handover:
         learning = [bucket for bucket in self._route.buckets if bucket.learns]
         columns = {p.name: {_GRADIENT: torch.float32} for bucket in learning for p in bucket.parameters}
         route = Route(learning, old.layouts, new.layouts, columns)
-        Carrying(route, _gradients(old), _gradients(new), self.ending.groups, Channel.MOVE).finish()
+        StateTransfer(route, _gradients(old), _gradients(new), self.ending.groups, Channel.MOVE).finish()
         if self.ending.optimizer is not None and self.arriving.optimizer is not None:
             # Values such as the learning rate may have changed since the start.
             own = plain_state(old, self.ending.optimizer)
             assert own is not None, "plain_state returns None only without an optimizer"
-            plain = merged([Plain(**own), *self._plains])
+            plain = merged([UnshardedState(**own), *self._plains])
             restore_optimizer(_WHAT, new, self.arriving.optimizer, plain, self._state.states)
         self.arriving.log.progress = self.ending.log.progress
         self.arriving.log.gathered()

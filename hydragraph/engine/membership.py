@@ -17,7 +17,7 @@ from hydragraph.cluster.failure.rank_watch import agreed
 from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.engine.background_compile import Readying
+from hydragraph.engine.background_compile import StrategyPreparation
 from hydragraph.engine.candidate_strategies import (
     Choices,
     Planning,
@@ -30,10 +30,10 @@ from hydragraph.engine.collective_call import collective
 from hydragraph.engine.compiled_model import CompiledModel, ExecutableOptions, of_least_cut
 from hydragraph.engine.iterations import IterationRunner
 from hydragraph.engine.session import Session
-from hydragraph.engine.state_transfer import Brought, Moved, Restore, bring
-from hydragraph.engine.state_transition import Holding
-from hydragraph.engine.strategy_history import Past
-from hydragraph.engine.strategy_selector import Chooser
+from hydragraph.engine.state_transfer import LoadedSession, Moved, Restore, bring
+from hydragraph.engine.state_transition import StateTransition
+from hydragraph.engine.strategy_history import StrategyHistory
+from hydragraph.engine.strategy_selector import StrategySelector
 from hydragraph.engine.weight_export import persistent_buffers
 from hydragraph.errors import RankFailure
 from hydragraph.ir.program import Program
@@ -65,14 +65,14 @@ class Membership(IterationRunner):
         joining: bool = False,
     ) -> None:
         compiled = CompiledModel(model, program, world, options)
-        super().__init__(compiled, Holding(compiled.initial(model, options.blocks)), world)
+        super().__init__(compiled, StateTransition(compiled.initial(model, options.blocks)), world)
         self.program = program
         self.seed = options.seed
         self.given = given
         self.wanted_home = AUTO if home is None else home
         self.device = world.device
         self.progress_s = options.progress_s
-        self.past = Past()
+        self.past = StrategyHistory()
         self.joined = 0  # generation of the state's ranks, or 0
         self._optimizer = optimizer
         self.planning = planning or Planning()
@@ -278,7 +278,7 @@ class Membership(IterationRunner):
         arriving = Session.begin(self._compiled, ending.world, chosen, self._optimizer, {}, log=log, ending=ending)
         self._holding.hand_over(arriving)
 
-    def _take_buffers(self, brought: Brought) -> None:
+    def _take_buffers(self, brought: LoadedSession) -> None:
         for name, buffer in brought.buffers.items():
             self._compiled.buffers[name].copy_(buffer)
 
@@ -292,6 +292,8 @@ class Membership(IterationRunner):
         self._begin_era()
         session, compiled = self._session, self._compiled
         if not as_before:
-            readying = Readying(compiled.variants, compiled.check, session.world.local_rank == 0)
+            readying = StrategyPreparation(compiled.variants, compiled.check, session.world.local_rank == 0)
             home = session.owners.home
-            self._choosing = Chooser(self.strategies, session.groups, self.planning, home, readying, self._choosing)
+            self._choosing = StrategySelector(
+                self.strategies, session.groups, self.planning, home, readying, self._choosing
+            )

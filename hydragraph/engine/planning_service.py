@@ -9,7 +9,7 @@ from typing import cast
 
 from hydragraph.cluster.module_process import GONE, Worker
 from hydragraph.errors import Unsupported
-from hydragraph.planner.request import Answer, PlanRequest
+from hydragraph.planner.request import PlanAnswer, PlanRequest
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class PlanService:
         self._request = request
         self._ahead = ahead
         self._jobs: queue.Queue[Lengths | None] = queue.Queue()
-        self._plans: dict[Lengths, Answer | None] = {}  # None: not planned yet
+        self._plans: dict[Lengths, PlanAnswer | None] = {}  # None: not planned yet
         self._changed = threading.Condition()
         self._workers: list[Worker | None] = [None] * workers
         self._number = 0  # the request's version
@@ -55,7 +55,7 @@ class PlanService:
         self._jobs.put(lengths)
         return True
 
-    def take(self, lengths: Lengths, patience_s: float) -> Answer | None:
+    def take(self, lengths: Lengths, patience_s: float) -> PlanAnswer | None:
         """Return and remove a mini-batch's plan, or return None if it was not requested or is not ready in time."""
         with self._changed:
             if lengths not in self._plans:
@@ -100,7 +100,7 @@ class PlanService:
                 self._changed.notify_all()
         self._end(index)
 
-    def _answered(self, index: int, lengths: Lengths) -> Answer:
+    def _answered(self, index: int, lengths: Lengths) -> PlanAnswer:
         for _ in range(ATTEMPTS):
             try:
                 return self._ask(index, lengths)
@@ -110,20 +110,20 @@ class PlanService:
                 _LOG.info("planning process %d died; another process plans its mini-batch", index)
                 self._end(index)
             except Exception as raised:  # keep this thread alive
-                return Answer(None, raised, 0.0)
+                return PlanAnswer(None, raised, 0.0)
         died = Unsupported(
             f"{ATTEMPTS} planning processes died while they planned one mini-batch",
             where="planner",
             remedy="look at their output on stderr, or plan without processes (Policy(workers=0))",
         )
-        return Answer(None, died, 0.0)
+        return PlanAnswer(None, died, 0.0)
 
-    def _ask(self, index: int, lengths: Lengths) -> Answer:
+    def _ask(self, index: int, lengths: Lengths) -> PlanAnswer:
         worker = self._workers[index] = self._workers[index] or Worker("hydragraph.engine.planning_worker")
         with self._changed:
             request = None if self._told[index] == self._number else self._request
             self._told[index] = self._number
-        answer = cast(Answer, worker.ask((request, lengths)))
+        answer = cast(PlanAnswer, worker.ask((request, lengths)))
         self.answered = True
         return answer
 

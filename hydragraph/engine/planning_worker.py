@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hydragraph.cluster.module_process import serve
-from hydragraph.planner.request import Answer, PlanRequest, answer, get_ready
+from hydragraph.planner.request import PlanAnswer, PlanRequest, answer, get_ready
 
 Question = tuple[PlanRequest | None, tuple[int, ...]]  # a new request, and a mini-batch's lengths
 
 
-def prepare() -> Callable[[Question], Answer]:
+def prepare() -> Callable[[Question], PlanAnswer]:
     get_ready()  # loads lazy modules
     current: PlanRequest | None = None
 
-    def plan(question: Question) -> Answer:
+    def plan(question: Question) -> PlanAnswer:
         nonlocal current
         request, lengths = question
         current = current if request is None else request

@@ -28,15 +28,15 @@ from torch import nn
 from hydragraph.checkpoint.manifest import Damaged
 from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World, join
-from hydragraph.cluster.rendezvous.member import CALLED, Dismissed, here
+from hydragraph.cluster.rendezvous.member import CALLED, MemberDismissed, here
 from hydragraph.cluster.rendezvous.protocol import Generation
-from hydragraph.cluster.rendezvous.store_registers import Peer
+from hydragraph.cluster.rendezvous.store_registers import MemberDescription
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.engine.candidate_strategies import at_once_among, candidates_among, strategy_for
 from hydragraph.engine.executable import Executable
 from hydragraph.engine.state_transfer import Moved, Restore, parts
-from hydragraph.engine.strategy_history import Past
+from hydragraph.engine.strategy_history import StrategyHistory
 from hydragraph.errors import RankFailure, Stopped, TooFewRanks, Unsupported
 from hydragraph.planner.refit import refit
 from hydragraph.spec.health import Health
@@ -72,7 +72,7 @@ class Survived:
     lost: tuple[int, ...]
     left: tuple[int, ...]
     joined: tuple[int, ...]
-    peers: tuple[Peer, ...]
+    peers: tuple[MemberDescription, ...]
     strategies: tuple[Strategy, ...]
     restored: int | None
     received: int
@@ -174,7 +174,7 @@ def meet_again(
             break
         if member.number in generation.leaving:
             member.leave()
-            raise Dismissed("this rank handed over its state because it was asked to end")
+            raise MemberDismissed("this rank handed over its state because it was asked to end")
         left += generation.leaving
         reasons += [f"rank {generation.members.index(m)} was asked to end" for m in generation.leaving]
         failure = None
@@ -208,9 +208,9 @@ def meet_again(
 def _move(
     exe: Executable,
     generation: Generation,
-    peers: Sequence[Peer],
+    peers: Sequence[MemberDescription],
     saved: Checkpoints,
-    past: Past,
+    past: StrategyHistory,
     rates: Mapping[int, float] | None,
 ) -> Moved:
     world = join(exe.device)
@@ -295,7 +295,7 @@ def strategies_for(
     world: World,
     home: Home,
     profile: Profile | Costs | None,
-    past: Past | None = None,
+    past: StrategyHistory | None = None,
     seats: Sequence[int] = (),
 ) -> tuple[Strategy, ...]:
     """Return the given strategies that suit these ranks, else planned ones, else one like the first given."""

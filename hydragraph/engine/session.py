@@ -34,7 +34,7 @@ from hydragraph.runtime.home_state import HomeState, make_optimizer, settings_of
 from hydragraph.runtime.instruction_trace import Timing
 from hydragraph.runtime.prepared_programs import Preparer
 from hydragraph.runtime.rounded_weights import rounded
-from hydragraph.runtime.sequence_sums import Scored
+from hydragraph.runtime.sequence_sums import ScoredSequences
 from hydragraph.runtime.state_agreement import ProgressLog
 from hydragraph.runtime.supported_optimizers import OptimizerFactory
 from hydragraph.spec.home import Home
@@ -153,7 +153,7 @@ class Session:
             batches.update(zip(role.micro_batches, work.batches[role.pipeline], strict=True))
             places.update(zip(role.micro_batches, work.assignment.micro_batches[role.pipeline], strict=True))
         values = {"score": 1, "score_entropy": 2}.get(purpose)
-        scored = None if values is None else Scored(len(batch.sequences), values, places)
+        scored = None if values is None else ScoredSequences(len(batch.sequences), values, places)
         timing = Timing(self.log.progress.updates + 1, spans, self.executor.streams.clock())
         divisor = batch.divisor(divide_by)
         return self.executor.run(prepared, batches, divisor, update, self.buffers, timing, says, scored)

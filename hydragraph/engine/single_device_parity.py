@@ -26,7 +26,7 @@ Sequences = Sequence[Tensor | Mapping[str, Tensor]]
 Masks = Callable[[int, int], AbstractContextManager[None]]
 
 
-class Comparable(Protocol):
+class Verifiable(Protocol):
     """Object to verify, such as an `Executable`."""
 
     def evaluate(self, sequences: Any, strategy: Strategy | None = None) -> Any:
@@ -142,7 +142,7 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
 
 
 def verify(
-    executor: Comparable, strategies: Sequence[Strategy], sequences: Sequences, expected: Reference | None
+    executor: Verifiable, strategies: Sequence[Strategy], sequences: Sequences, expected: Reference | None
 ) -> list[ParityRow]:
     """Compare strategies with one device; return a row per strategy, or [] without a reference. All ranks call this."""
     rows = []

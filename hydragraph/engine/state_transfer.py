@@ -15,11 +15,11 @@ from torch import Tensor
 
 from hydragraph.checkpoint import save_and_load
 from hydragraph.checkpoint.extra_entry import encoded
-from hydragraph.checkpoint.optimizer_state import Plain, kind_of, merged, plain_state
+from hydragraph.checkpoint.optimizer_state import UnshardedState, kind_of, merged, plain_state
 from hydragraph.checkpoint.optimizer_state import restore as restore_optimizer
-from hydragraph.checkpoint.piece_recovery import Recovered, Recovery
-from hydragraph.checkpoint.piece_sources import Tier
-from hydragraph.checkpoint.state_pieces import Kept, Pieces
+from hydragraph.checkpoint.piece_recovery import Recovery, RecoveryResult
+from hydragraph.checkpoint.piece_sources import StorageTier
+from hydragraph.checkpoint.state_pieces import Pieces, StoredCheckpoint
 from hydragraph.cluster.agreement import together
 from hydragraph.engine.session import Session
 from hydragraph.ir.home_layout import HomeLayouts
@@ -55,7 +55,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Brought:
+class LoadedSession:
     """Result of filling a session.
 
     Attributes:
@@ -85,7 +85,7 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
     reports = zip(*together(groups, "keep", mine), strict=True)
     all_columns, all_plains, busy, written, all_last, new_series, all_errors = reports
     columns = agreed_columns(all_columns)
-    plains = [Plain(**plain) for plain in all_plains if plain is not None]
+    plains = [UnshardedState(**plain) for plain in all_plains if plain is not None]
     last = max((kept for kept in all_last if kept is not None), default=None)
     series = new_series[0] if last is None or last.step >= step else last.series
     whole = {tier: kept for tier, kept in written[0].items() if all(other.get(tier) == kept for other in written)}
@@ -98,14 +98,23 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
         save_and_load.MODEL: (save_and_load.shapes_of(session.home), kind_of(session.optimizer)),
     }
     entry = partial(encoded, "extra", deepcopy(common))  # training changes the originals
-    busy_anywhere = frozenset[Tier]().union(*busy)
-    pieces.put(Kept(step, series), own, buckets, columns, entry, busy_anywhere, whole, tidies=session.world.rank == 0)
+    busy_anywhere = frozenset[StorageTier]().union(*busy)
+    pieces.put(
+        StoredCheckpoint(step, series),
+        own,
+        buckets,
+        columns,
+        entry,
+        busy_anywhere,
+        whole,
+        tidies=session.world.rank == 0,
+    )
     return tuple(itertools.chain(*all_errors))
 
 
 def bring(
     session: Session, old: Session | None, meeting: AgreedState, restore: Restore | None, buffers: Mapping[str, Tensor]
-) -> Brought:
+) -> LoadedSession:
     """Fill a new session's state without changing the old state; all ranks call this.
 
     Args:
@@ -143,15 +152,15 @@ def bring(
     if session.optimizer is not None:
         assert meeting.leader is not None, "the state is complete, so at least one rank has finished its step"
         parts = [plains[meeting.leader], *(plain for plain in plains if plain is not None)]
-        plain = merged([Plain(**part) for part in parts])
+        plain = merged([UnshardedState(**part) for part in parts])
         optimizer = session.optimizer
         together(groups, _WHAT, lambda: restore_optimizer(_WHAT, session.home, optimizer, plain, arriving.states))
-    return Brought(False, received, buffers=told_buffers[meeting.leader or 0])
+    return LoadedSession(False, received, buffers=told_buffers[meeting.leader or 0])
 
 
 def _read(
     session: Session, route: Route, restore: Restore | None, nobody: bool, buffers: Mapping[str, Tensor]
-) -> Brought:
+) -> LoadedSession:
     """Read the complete state from a checkpoint; surviving parts are newer, so they are unusable."""
     if restore is None and nobody:
         raise ValueError(
@@ -171,7 +180,7 @@ def _read(
     return read(session, restore, buffers)
 
 
-def read(session: Session, restore: Restore, buffers: Mapping[str, Tensor]) -> Brought:
+def read(session: Session, restore: Restore, buffers: Mapping[str, Tensor]) -> LoadedSession:
     """Read the complete state from a checkpoint; all ranks call this.
 
     Args:
@@ -197,7 +206,7 @@ def read(session: Session, restore: Restore, buffers: Mapping[str, Tensor]) -> B
     assert path is not None, "a recovery returns None only if a path is given"
     saved = save_and_load.load(path, session.home, session.optimizer, groups, buffers)
     session.log.restored(int(saved["steps"]))
-    return Brought(True, 0, saved["user"], saved.get(save_and_load.BUFFERS, {}))
+    return LoadedSession(True, 0, saved["user"], saved.get(save_and_load.BUFFERS, {}))
 
 
 def _steps_of(path: Path) -> int:
@@ -218,17 +227,17 @@ def parts(restore: Restore) -> tuple[Pieces | None, Path | None]:
     raise TypeError(f"{restore!r} is not a checkpoint: give a directory, hg.Pieces, or the pair (pieces, directory)")
 
 
-def _taken(session: Session, found: Recovered) -> Brought:
+def _taken(session: Session, found: RecoveryResult) -> LoadedSession:
     optimizer = session.optimizer
     if optimizer is not None:
-        plain = Plain(**found.common["optimizer"])
+        plain = UnshardedState(**found.common["optimizer"])
         states = found.state.states
         what = f"checkpoint pieces of step {found.kept.step}"
         together(session.groups, _WHAT, lambda: restore_optimizer(what, session.home, optimizer, plain, states))
     session.log.restored(int(found.common["steps"]))
     sizes = {tier.name.lower(): size for tier, size in found.read.items()}
     buffers = found.common[save_and_load.BUFFERS]
-    return Brought(True, found.received, found.common["extra"], buffers, sizes)
+    return LoadedSession(True, found.received, found.common["extra"], buffers, sizes)
 
 
 def kept(session: Session, old: Session | None) -> Session:

@@ -16,19 +16,19 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from hydragraph.cluster.communicators import Groups
-from hydragraph.engine.live_reshard import Handover
+from hydragraph.engine.live_reshard import LiveReshard
 from hydragraph.engine.session import Session
 from hydragraph.engine.state_transfer import kept
-from hydragraph.runtime.state_agreement import AgreedState, HeldState, Standing, StatePlace
+from hydragraph.runtime.state_agreement import AgreedState, HeldState, RankStates, StatePlace
 
 _LOG = logging.getLogger(__name__)
 
 
-class Holding:
+class StateTransition:
     def __init__(self, start: Callable[[], Iterable[Mapping[str, Tensor]]] | None) -> None:
         """Start without a session; `start` returns initial weights, and is called unless weights are loaded first."""
         self.held: Session | None = None
-        self.handover: Handover | None = None
+        self.handover: LiveReshard | None = None
         self.generation = 0
         self._start = start
         self._arriving: Session | None = None
@@ -57,14 +57,14 @@ class Holding:
     def loaded(self) -> None:
         self._start = None
 
-    def standing(self, rank: int) -> Standing | None:
+    def standing(self, rank: int) -> RankStates | None:
         """Return the states that this process offers as rank `rank`, or None if it has none."""
         before, self._called = self._called, (*self._called, rank)
         if self.held is None:
             return None
         self.begin()
         arrived = _held(self._arriving, self._ahead) if self._arriving and self._whole else None
-        return Standing(_held(self.held, self.generation), arrived, before)
+        return RankStates(_held(self.held, self.generation), arrived, before)
 
     def agree(self, meeting: AgreedState, rank: int) -> bool:
         """Switch to the agreed state; return whether this rank finished a step that others had finished."""
@@ -100,7 +100,7 @@ class Holding:
 
     def hand_over(self, arriving: Session) -> None:
         """Start moving state to another session during the next step; all ranks call this."""
-        self.handover = Handover.begin(self.session, arriving)
+        self.handover = LiveReshard.begin(self.session, arriving)
         self.expect(arriving)
 
     def go_over(self) -> None:

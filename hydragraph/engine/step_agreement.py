@@ -15,7 +15,7 @@ from hydragraph.spec.strategy import Strategy
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class StepCall:
     """Checked inputs of this rank's next iteration.
 
     Attributes:
@@ -44,11 +44,11 @@ class Inputs:
 
 
 @dataclass(eq=False)
-class Promise:
+class AgreedStep:
     """Promise of the step after the current step; `call` is set once the arguments are checked."""
 
     inputs: Inputs
-    call: Call | None = None
+    call: StepCall | None = None
     ranks: RanksCompared | None = None
 
     def heard(self, said: Sequence[tuple[int, ...]]) -> bool:
@@ -56,7 +56,7 @@ class Promise:
         return self.ranks.same
 
     @property
-    def agreed(self) -> tuple[Call, RanksCompared]:
+    def agreed(self) -> tuple[StepCall, RanksCompared]:
         assert self.call is not None, "ranks agree on a promise only after its arguments are checked"
         assert self.ranks is not None, "ranks agree on a promise only at a commit"
         return self.call, self.ranks

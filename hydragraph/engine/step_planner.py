@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hydragraph.engine.planning_service import PlanService
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.quick_plan import assign_pipelines
-from hydragraph.planner.request import Answer, PlanRequest, answer
+from hydragraph.planner.request import PlanAnswer, PlanRequest, answer
 from hydragraph.spec.assignment import Assignment
 
 _LOG = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class IterationPlanner:
         longest = max(lengths, default=0)
         return self.static is None or self._request.guessed or self._request.reach(self.static) >= longest
 
-    def _planned(self, planned: Answer, began: float, static: int | None) -> IterationPlan:
+    def _planned(self, planned: PlanAnswer, began: float, static: int | None) -> IterationPlan:
         if planned.choice is None:
             raise planned.error or AssertionError("an answer without a choice has an error")
         choice = planned.choice

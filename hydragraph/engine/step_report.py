@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hydragraph.runtime.instruction_trace import Exposed, RankTimes, mean_exposed
+from hydragraph.runtime.instruction_trace import ExposedSeconds, RankTimes, mean_exposed
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
@@ -48,6 +48,6 @@ class StepReport:
     assignment: Assignment
 
     @property
-    def exposed(self) -> Exposed:
+    def exposed(self) -> ExposedSeconds:
         """Mean time that ranks waited for communication, in seconds."""
         return mean_exposed(self.ranks)

@@ -11,7 +11,7 @@ KEPT = 8
 
 
 @dataclass(frozen=True)
-class Era:
+class TrainingPeriod:
     """Ranks that trained together, and their `strategies`, most recent first; both contain seats instead of ranks."""
 
     seats: frozenset[int]
@@ -19,13 +19,13 @@ class Era:
 
 
 @dataclass(frozen=True)
-class Past:
+class StrategyHistory:
     """History known to one process; `seats` are the current ranks' seats, by default 0, 1, ..."""
 
     seats: tuple[int, ...] | None = None
-    eras: tuple[Era, ...] = ()
+    eras: tuple[TrainingPeriod, ...] = ()
 
-    def ended(self, strategies: Sequence[Strategy], ranks: int) -> Past:
+    def ended(self, strategies: Sequence[Strategy], ranks: int) -> StrategyHistory:
         """Return the history extended by the current ranks, which trained with `strategies` (most recent first)."""
         if not strategies:
             return self
@@ -34,7 +34,7 @@ class Past:
         same = (strategy for era in self.eras if era.seats == here for strategy in era.strategies)
         ran = dict.fromkeys((*(s.renumbered(dict(enumerate(seats))) for s in strategies), *same))
         earlier = (era for era in self.eras if era.seats != here)
-        return replace(self, eras=(Era(here, tuple(ran)[:KEPT]), *earlier)[:KEPT])
+        return replace(self, eras=(TrainingPeriod(here, tuple(ran)[:KEPT]), *earlier)[:KEPT])
 
     def among(self, seats: Sequence[int]) -> tuple[Strategy, ...]:
         """Return earlier strategies, with seats renumbered by position in `seats`; other seats get higher numbers.

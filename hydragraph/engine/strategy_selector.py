@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.failure.rank_watch import agreed
-from hydragraph.engine.background_compile import Beforehand, Readying
+from hydragraph.engine.background_compile import BackgroundCompile, StrategyPreparation
 from hydragraph.engine.candidate_strategies import Planning, planner_of
 from hydragraph.engine.step_planner import IterationPlan, IterationPlanner
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.mini_batch import Planned
+from hydragraph.frontend.mini_batch import PlanningTimes
 from hydragraph.planner.quick_plan import assign
 from hydragraph.planner.request import PlanRequest
 from hydragraph.spec.assignment import Assignment
@@ -34,7 +34,7 @@ class _Told:
     ready_first: bool = False
 
 
-class Chooser:
+class StrategySelector:
     """Chooser of every iteration's strategy and assignment; rank 0 plans and broadcasts the plan.
 
     Args:
@@ -47,8 +47,8 @@ class Chooser:
         groups: Groups,
         planning: Planning,
         home: Home,
-        readying: Readying,
-        before: Chooser | None = None,
+        readying: StrategyPreparation,
+        before: StrategySelector | None = None,
     ) -> None:
         self.strategies = strategies
         self.decision = ""
@@ -60,7 +60,7 @@ class Chooser:
         self._planner: IterationPlanner | None = None  # on rank 0
         self._change: _Change | None = None  # on rank 0
         self._coming: tuple[Strategy, ...] = ()  # strategies prepared or in preparation
-        self._making: Beforehand | None = None
+        self._making: BackgroundCompile | None = None
         self._ready = False
         if self._plans and groups.world.rank == 0:
             self._planner, self.decision = planner_of(strategies, planning, groups.world.ranks, home)
@@ -81,7 +81,7 @@ class Chooser:
         if self._planner is not None:
             self._planner.announce(lengths)
 
-    def choose(self, lengths: tuple[int, ...], strategy: Strategy | None) -> tuple[Strategy, Assignment, Planned]:
+    def choose(self, lengths: tuple[int, ...], strategy: Strategy | None) -> tuple[Strategy, Assignment, PlanningTimes]:
         """Choose the assignment of a mini-batch, and its strategy unless one is given; all ranks call this.
 
         Raises:
@@ -91,12 +91,12 @@ class Chooser:
         if strategy is not None or not self._plans:
             strategy = strategy or self.strategies[0]
             assignment = assign(strategy, lengths)
-            return strategy, assignment, Planned(time.perf_counter() - began)
+            return strategy, assignment, PlanningTimes(time.perf_counter() - began)
         plan = self._plan(lengths)
         if isinstance(plan, ValueError):
             raise agreed(plan)
         expected = plan.seconds if self._measured else 0.0
-        planned = Planned(time.perf_counter() - began, plan.hidden_s, expected)
+        planned = PlanningTimes(time.perf_counter() - began, plan.hidden_s, expected)
         return self.strategies[plan.candidate], plan.assignment, planned
 
     def change(

@@ -26,7 +26,7 @@ from hydragraph.frontend.state_readers import (
     MODULE_ATTRIBUTES,
     PLAIN,
     SEQUENCES,
-    Readers,
+    UserFunctions,
     attributes_of,
     base_library_of,
     defaults_of,
@@ -204,7 +204,7 @@ class CompiledState:
         self._seen: set[int] = set()
         self._containers: dict[int, Any] = {}
         self._hooks = list(global_hooks())
-        readers = Readers(model, loss)
+        readers = UserFunctions(model, loss)
         named = list(model.named_modules())
         if isinstance(loss, nn.Module):
             named += [(f"loss.{name}".rstrip("."), module) for name, module in loss.named_modules()]
@@ -263,7 +263,7 @@ class CompiledState:
             return True
         return part.name in self._handed_out and self._handed_out[part.name] == _digest(tensor)
 
-    def _add_attributes(self, where: str, owner: Any, readers: Readers) -> None:
+    def _add_attributes(self, where: str, owner: Any, readers: UserFunctions) -> None:
         if id(owner) in self._seen:
             return
         self._seen.add(id(owner))
@@ -282,7 +282,7 @@ class CompiledState:
         owner: Any,
         read: Callable[[Any], Mapping[str, Any]],
         values: Mapping[str, Any],
-        readers: Readers,
+        readers: UserFunctions,
         known: frozenset[str] | None = None,
     ) -> None:
         """Record `values`, some of the values that `read(owner)` returns, and the objects that they refer to."""
@@ -295,7 +295,7 @@ class CompiledState:
         for name, value in values.items():
             self._add_reached(f"{where}.{name}", value, readers)
 
-    def _add_reached(self, where: str, value: Any, readers: Readers) -> None:
+    def _add_reached(self, where: str, value: Any, readers: UserFunctions) -> None:
         value = referent(value)
         if parts := parts_of(value):
             if id(value) in self._containers:
@@ -318,7 +318,7 @@ class CompiledState:
         elif has_state(owner) or (isinstance(owner, Tensor) and not isinstance(owner, nn.Parameter)):
             self._add_attributes(where, owner, readers)
 
-    def _add_code(self, readers: Readers) -> None:
+    def _add_code(self, readers: UserFunctions) -> None:
         for kind in readers.classes:
             read = {n for k in kind.__mro__ if k in readers.classes for n in vars(k) if readers.reads(n)}
             values = {n: vars(kind).get(n, _MISSING) for n in read if not n.startswith("__")}

@@ -15,7 +15,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend import mask_patterns
 from hydragraph.frontend.block_keywords import sequence_bounds
 from hydragraph.frontend.length_dependent_rotary import hold_frequencies, refuse_other_frequencies, short_positions
-from hydragraph.frontend.mask_patterns import Marker, mask
+from hydragraph.frontend.mask_patterns import MaskPlaceholder, mask
 from hydragraph.frontend.peft_adapters import base_model
 from hydragraph.ir.program import Template
 from hydragraph.kernels.varlen_attention import varlen_attention
@@ -35,7 +35,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Marker | None,
+    attention_mask: Tensor | MaskPlaceholder | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,

@@ -24,7 +24,7 @@ Pattern = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Marker:
+class MaskPlaceholder:
     """Placeholder for a mask, which layers may pass on but not read.
 
     Attributes:
@@ -57,7 +57,7 @@ class Marker:
 
 def mask(
     *_: Any, mask_function: Pattern, attention_mask: Tensor | None = None, config: Any = None, **__: Any
-) -> Marker | None:
+) -> MaskPlaceholder | None:
     """Classify a mask for transformers' mask interface; return None for plain attention.
 
     Args:
@@ -65,24 +65,24 @@ def mask(
         attention_mask: [B, T], true except for padding.
     """
     if attention_mask is not None and not constant_of(attention_mask):
-        return Marker("a padding mask", "choose a model that does not make its own padding mask")
+        return MaskPlaceholder("a padding mask", "choose a model that does not make its own padding mask")
     parts = list(_parts(mask_function))
     limits = [_limit(part) for part in parts if _name(part) not in _PLAIN]
     other = next((limit for limit in limits if isinstance(limit, str)), None)
     if other is not None:
-        return Marker(other, _OTHER)
+        return MaskPlaceholder(other, _OTHER)
     both_ways = not any(_name(part) == "causal_mask_function" for part in parts)
     if config is not None:
         vars(config).setdefault(_DIRECTIONS, set()).add("both" if both_ways else "causal")
     if limits:
         return _local([limit for limit in limits if not isinstance(limit, str)], both_ways)
     if both_ways and getattr(config, "is_causal", True) is False:
-        return Marker("attention in both directions", "remove is_causal from the config", both_ways=True)
+        return MaskPlaceholder("attention in both directions", "remove is_causal from the config", both_ways=True)
     return None
 
 
 def is_causal(module: nn.Module) -> bool:
-    """Return whether a layer without a `Marker` is causal; raise Unsupported if this is ambiguous."""
+    """Return whether a layer without a `MaskPlaceholder` is causal; raise Unsupported if this is ambiguous."""
     if getattr(module, "is_causal", True):
         return True
     made = directions(module)
@@ -97,12 +97,12 @@ def directions(module: nn.Module) -> set[str]:
     return set(getattr(getattr(module, "config", None), _DIRECTIONS, ()))
 
 
-def _local(limits: Sequence[tuple[str, int]], both_ways: bool) -> Marker:
+def _local(limits: Sequence[tuple[str, int]], both_ways: bool) -> MaskPlaceholder:
     smallest_limits = {name: min(tokens for other, tokens in limits if other == name) for name, _ in limits}
     named = {"window": "a sliding window", "chunk": "chunks"}
     kind = " and ".join(f"{named[name]} of {tokens}" for name, tokens in smallest_limits.items())
     ways = "in both directions, but the layer's attention is causal" if both_ways else "that looks back only"
-    return Marker(f"{kind} {ways}", DIRECTION, both_ways, **smallest_limits)
+    return MaskPlaceholder(f"{kind} {ways}", DIRECTION, both_ways, **smallest_limits)
 
 
 def _parts(pattern: Pattern) -> Iterator[Pattern]:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hydragraph.frontend.packed_batch import Draws, pack, padding
+from hydragraph.frontend.packed_batch import DropoutNumbers, pack, padding
 from hydragraph.spec import workload
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.field_ranges import FieldRange
@@ -77,7 +77,7 @@ class MiniBatch:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanningTimes:
     """Planning times of an assignment, in seconds.
 
     Attributes:
@@ -104,7 +104,7 @@ class AssignedBatch:
     assignment: Assignment
     batches: tuple[tuple[dict[str, Tensor], ...], ...]
     padding: int
-    planning: Planned
+    planning: PlanningTimes
 
 
 def packed(
@@ -114,9 +114,9 @@ def packed(
     rank: int,
     device: torch.device,
     several: bool,
-    planning: Planned,
+    planning: PlanningTimes,
     unplaced: int | None = None,
-    draws: Draws | None = None,
+    draws: DropoutNumbers | None = None,
 ) -> AssignedBatch:
     """Pack the micro-batches of a rank; `several`, `unplaced` and `draws` are as in `pack`."""
     mine = {place.pipeline for place in strategy.places(rank)}

@@ -23,7 +23,7 @@ _HELD = frozenset(
 )
 
 
-class Unknown(Exception):  # noqa: N818
+class Indescribable(Exception):  # noqa: N818
     """An object that cannot be described as text."""
 
 
@@ -32,12 +32,12 @@ def attributes(name: str, module: nn.Module) -> list[tuple[str, str]]:
     attribute_texts = []
     for attribute, value in vars(module).items():
         if attribute in _HOOKS and value:
-            raise Unknown(f"{name or type(module).__name__} has hooks ({attribute})")
+            raise Indescribable(f"{name or type(module).__name__} has hooks ({attribute})")
         if attribute not in _HELD:
             try:
                 attribute_texts.append((attribute, _value(value)))
-            except Unknown as error:
-                raise Unknown(f"{name or type(module).__name__}.{attribute}: {error}") from None
+            except Indescribable as error:
+                raise Indescribable(f"{name or type(module).__name__}.{attribute}: {error}") from None
     return sorted(attribute_texts)
 
 
@@ -66,7 +66,7 @@ def _value(value: object) -> str:
         return f"{type(value).__module__}.{type(value).__qualname__}"  # a config or a library's helper
     if type(value).__module__ == "builtins" and callable(value) and "0x" not in repr(value):
         return repr(value)
-    raise Unknown(f"{type_text(value)} has no unique description")
+    raise Indescribable(f"{type_text(value)} has no unique description")
 
 
 def described_function(function: Callable[..., Any]) -> str:
@@ -74,9 +74,9 @@ def described_function(function: Callable[..., Any]) -> str:
     if isinstance(function, functools.partial):
         return _value(function)
     if not isinstance(function, FunctionType):
-        raise Unknown(f"{type_text(function)} has no unique description")
+        raise Indescribable(f"{type_text(function)} has no unique description")
     if function.__closure__:
-        raise Unknown(f"the function {function.__qualname__} closes over values")
+        raise Indescribable(f"the function {function.__qualname__} closes over values")
     name = f"{function.__module__}.{function.__qualname__}"
     covered = _is_known(function.__module__) or function.__module__.partition(".")[0] == "hydragraph"
     if covered and not hasattr(function, "__wrapped__"):
@@ -89,7 +89,7 @@ def source_digest(thing: Any) -> str:
     """Return the SHA-256 of a class's or function's file, or raise Unknown."""
     file = file_of(thing)
     if not file:
-        raise Unknown(f"{thing.__module__}.{thing.__qualname__} has no source file")
+        raise Indescribable(f"{thing.__module__}.{thing.__qualname__} has no source file")
     return _digest(file)
 
 
@@ -98,4 +98,4 @@ def _digest(file: str) -> str:
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError as error:
-        raise Unknown(f"{file} cannot be read") from error
+        raise Indescribable(f"{file} cannot be read") from error

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hydragraph.frontend.state_readers import PLAIN, Readers, base_library_of, globals_of, variables_of
+from hydragraph.frontend.state_readers import PLAIN, UserFunctions, base_library_of, globals_of, variables_of
 from hydragraph.private.operator_schemas import PACKETS
 
 _PLAIN: tuple[type, ...] = (*PLAIN, torch.Size, range, slice)
@@ -39,7 +39,7 @@ def structure(value: object, index: bool = True) -> str:
 
 def read_by(model: nn.Module, loss: Any) -> str:
     """Return a digest of a loss, and of what the loss and the user's forward read outside the model."""
-    readers = Readers(model, loss)
+    readers = UserFunctions(model, loss)
     functions = readers.functions.values()
     ordered = sorted(functions, key=lambda f: (f.__module__, f.__qualname__, f.__code__.co_firstlineno))
     owners: list[tuple[str, Mapping[str, Any], Callable[[str], bool]]] = []

@@ -14,7 +14,7 @@ from hydragraph.spec import workload
 
 
 @dataclass(frozen=True)
-class Draws:
+class DropoutNumbers:
     """Numbers that determine the dropout masks of sequences.
 
     Attributes:
@@ -25,8 +25,8 @@ class Draws:
     key: int
     numbers: Sequence[int]
 
-    def of(self, chosen: Sequence[int]) -> Draws:
-        return Draws(self.key, [self.numbers[i] for i in chosen])
+    def of(self, chosen: Sequence[int]) -> DropoutNumbers:
+        return DropoutNumbers(self.key, [self.numbers[i] for i in chosen])
 
 
 MINIMUM = 2  # tokens; graphs are traced for sizes of at least 2
@@ -44,7 +44,7 @@ def pack(
     device: torch.device | None = None,
     several: bool = False,
     unplaced: int | None = None,
-    draws: Draws | None = None,
+    draws: DropoutNumbers | None = None,
 ) -> dict[str, Tensor]:
     """Concatenate sequences into one packed batch.
 

@@ -78,7 +78,7 @@ def file_of(thing: Any) -> str | None:
     return getattr(sys.modules.get(thing.__module__), "__file__", None)
 
 
-class Readers:
+class UserFunctions:
     """The user's functions that compute a model and its loss.
 
     Attributes:

@@ -31,7 +31,7 @@ from hydragraph.frontend.token_axes import (
     sizes_read,
     symbolic_dims,
 )
-from hydragraph.frontend.token_order import ARANGES, SAME, Rows, counts_up, viewed
+from hydragraph.frontend.token_order import ARANGES, SAME, TokenRows, counts_up, viewed
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.graph_node import dropout, operands, shape
 from hydragraph.passes.operator_rules import MOVES, VIEWS, is_pointwise
@@ -234,7 +234,7 @@ def _of_terms(node: fx.Node, told: Mapping[fx.Node, _Bound], totals: set[fx.Node
         return None if _takes_own_rows(node, dim, told) else _OTHERS
     if positions:
         return _WHOLE_ROW
-    row_of = {n: Rows(dims[0], 1) for n, dims in rows.items()}
+    row_of = {n: TokenRows(dims[0], 1) for n, dims in rows.items()}
     if sums_rows(node, row_of):
         totals.add(node)
         return None
@@ -348,7 +348,7 @@ def stays_a_sum(node: fx.Node, summed: Container[fx.Node]) -> bool:
     return node.target in _LINEAR
 
 
-def sums_rows(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
+def sums_rows(node: fx.Node, rows: Mapping[fx.Node, TokenRows]) -> bool:
     arguments = operands(node)
     first = arguments[0] if arguments else None
     if not isinstance(first, fx.Node) or first not in rows:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hydragraph.frontend.token_order import ARANGES, Routing, Rows, viewed
+from hydragraph.frontend.token_order import ARANGES, RoutingTracker, TokenRows, viewed
 from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.passes.graph_node import ALONG_SEQUENCES, DRAWN, dropout, operands, shape
@@ -67,7 +67,7 @@ _PACKED = "computes with cu_seqlens or max_length, which depend on the other pac
 _ROUTED = "permutes tokens without restoring their order, or uses their positions or counts as data"
 _OF_BATCH = ("cu_seqlens", "max_length", "keys", "block")
 _SIZES = ("size", "sizes", "shape", "length", "repeats", "output_size")
-_FIRST = Rows(0, 1)
+_FIRST = TokenRows(0, 1)
 _BATCH_NORMS = aten_operators("batch_norm _native_batch_norm_legit_no_training")
 
 
@@ -78,15 +78,15 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
         tokens: symbol of the token count.
         given: number of the graph's inputs, which are its last placeholders.
     """
-    rows: dict[fx.Node, Rows] = {}
+    rows: dict[fx.Node, TokenRows] = {}
     # Values that depend on the packing but not on single tokens.
     placeholders = placeholders_of(graph)
     bounds = {n for n in placeholders[len(placeholders) - given :] if not token_dims(n, tokens)}
-    routing = Routing(rows, tokens)
+    routing = RoutingTracker(rows, tokens)
     for node in graph.graph.nodes:
         dims = token_dims(node, tokens)
         if node.op == "placeholder" and len(dims) == 1:
-            rows[node] = Rows(dims[0], 1)
+            rows[node] = TokenRows(dims[0], 1)
         # The graph's results, and operands of its loss, must be in batch order.
         is_loss = node.target in LOSSES and _is_returned(node)
         if node.op == "output" or is_loss:
@@ -109,7 +109,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
         if with_tokens:
             attends = node.target in ALONG_SEQUENCES
             seen = viewed(node, rows, dims[0], tokens) if node.target in RESHAPES else None
-            rows[node] = Rows(0, 1) if attends else seen or Rows(dims[0], rows[with_tokens[0]].order)
+            rows[node] = TokenRows(0, 1) if attends else seen or TokenRows(dims[0], rows[with_tokens[0]].order)
     return None
 
 
@@ -130,7 +130,7 @@ def _data(node: fx.Node) -> list[fx.Node]:
 
 
 def _problem(
-    node: fx.Node, rows: Mapping[fx.Node, Rows], routing: Routing, dims: list[int], tokens: str
+    node: fx.Node, rows: Mapping[fx.Node, TokenRows], routing: RoutingTracker, dims: list[int], tokens: str
 ) -> str | tuple[str, str] | None:
     from_sizes = node.target in MADE
     with_tokens = [n for n in _read(node) if n in rows]

@@ -8,7 +8,7 @@ Examples of orders, for 3 tokens a b c with 2 experts each:
     b a c a c b     a sort     rows of an order above, sorted by a value such as the chosen expert
 
 An operator that keeps rows separate also keeps tokens separate if its operands share one order. Positions of rows
-(`Points`) may only serve as indices, because they depend on other tokens. Counts of rows per sort key (`histc`)
+(`RowPointers`) may only serve as indices, because they depend on other tokens. Counts of rows per sort key (`histc`)
 may only determine where each expert's rows end.
 """
 
@@ -33,23 +33,23 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Copies:
+class RepeatedTokens:
     """Order of rows that repeats the list of all tokens `number` times."""
 
     number: int
 
 
-Order = int | Copies | fx.Node
+Order = int | RepeatedTokens | fx.Node
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """Token dimension of a value, and the order of tokens along it."""
 
     dim: int
     order: Order
 
 
-class Points(NamedTuple):
+class RowPointers(NamedTuple):
     """Index tensor whose entries are in the order `along` and point to rows in the order `to`."""
 
     along: Order
@@ -69,7 +69,7 @@ class Counts(NamedTuple):
     ends: bool
 
 
-Followed = Rows | Points | Counter | Counts | None  # result of a routing operator; None for other operators
+Followed = TokenRows | RowPointers | Counter | Counts | None  # result of a routing operator; None for other operators
 
 SAME = aten_operators("to.dtype to.dtype_layout to.device _to_copy clone detach contiguous lift_fresh_copy")
 _SORTS = aten_operators("sort sort.stable argsort argsort.stable")
@@ -80,13 +80,13 @@ _CHOSEN = aten_operators("argmax argsort argsort.stable")
 _QUOTIENTS = aten_operators("floor_divide div.Tensor_mode")
 
 
-class Routing:
+class RoutingTracker:
     """Tracker that adds the results of routing operators to the `rows` of `mixing`."""
 
-    def __init__(self, rows: dict[fx.Node, Rows], tokens: str) -> None:
+    def __init__(self, rows: dict[fx.Node, TokenRows], tokens: str) -> None:
         self._rows = rows
         self._tokens = tokens
-        self._telling: dict[fx.Node, Points | Counter | Counts] = {}  # values that reveal other tokens
+        self._telling: dict[fx.Node, RowPointers | Counter | Counts] = {}  # values that reveal other tokens
         self._sorted: dict[fx.Node, fx.Node] = {}  # sort keys of rows, in sorted order -> the sort
         self._handlers: tuple[tuple[Collection[Any], Callable[[fx.Node], Followed]], ...] = (
             (SAME, self._same),
@@ -108,7 +108,7 @@ class Routing:
         by_rows = self._grouped if is_grouped(node) else None
         handler = next((handler for targets, handler in self._handlers if node.target in targets), by_rows)
         result = None if handler is None else handler(node)
-        if isinstance(result, Rows):
+        if isinstance(result, TokenRows):
             self._rows[node] = result
         elif result is not None:
             self._telling[node] = result
@@ -118,11 +118,11 @@ class Routing:
         """Return whether a value reveals positions or counts of other tokens."""
         return node in self._telling
 
-    def _points(self, value: Any) -> Points | None:
+    def _points(self, value: Any) -> RowPointers | None:
         points = self._telling.get(value)
-        return points if isinstance(points, Points) else None
+        return points if isinstance(points, RowPointers) else None
 
-    def _permutation(self, value: Any) -> Points | None:
+    def _permutation(self, value: Any) -> RowPointers | None:
         points = self._points(value)
         whole = points is not None and multiple_of(shape(value)[0], self._tokens) == points.to
         return points if whole else None
@@ -141,9 +141,9 @@ class Routing:
         first = operands(node)[0]
         points = self._permutation(first)
         if points is not None and isinstance(value_of(node), torch.Tensor) and _ascends(node):
-            return Points(points.to, points.along)
+            return RowPointers(points.to, points.along)
         order = self._flat(first)
-        return None if order is None else Points(node, order)
+        return None if order is None else RowPointers(node, order)
 
     def _part_of_sort(self, node: fx.Node) -> Followed:
         sort, part = operands(node)
@@ -151,9 +151,9 @@ class Routing:
         if order is None:
             return None
         if part == 1:
-            return Points(sort, order)
+            return RowPointers(sort, order)
         self._sorted[node] = sort
-        return Rows(0, sort)
+        return TokenRows(0, sort)
 
     def _arange(self, node: fx.Node) -> Followed:
         times = multiple_of(shape(node)[0], self._tokens)
@@ -166,7 +166,7 @@ class Routing:
         along, to = self._points(first) or (None, None)
         if along is None or not floors or type(by) is not int or type(to) is not int or by < 1 or to % by:
             return None
-        return Points(along, to // by)
+        return RowPointers(along, to // by)
 
     def _inverse(self, node: fx.Node) -> Followed:
         """Handle the inversion of a permutation, which writes 0, 1, 2, ... at the permutation's entries."""
@@ -180,7 +180,7 @@ class Routing:
         points = self._permutation(index)
         if points is None or self._telling.get(values) != Counter(points.to):
             return None
-        return Points(points.to, points.along)
+        return RowPointers(points.to, points.along)
 
     def _chosen(self, node: fx.Node) -> Followed:
         first, *rest = operands(node)
@@ -193,11 +193,11 @@ class Routing:
             dim, index = chosen[0]
         points = self._points(index)
         rows = self._rows.get(first)
-        if points is None or rows != Rows(dim % len(shape(first)), points.to):
+        if points is None or rows != TokenRows(dim % len(shape(first)), points.to):
             return None
         if isinstance(points.along, fx.Node) and operands(points.along)[0] is first:
             self._sorted[node] = points.along
-        return Rows(rows.dim, points.along)
+        return TokenRows(rows.dim, points.along)
 
     def _repeated(self, node: fx.Node) -> Followed:
         first, times = operands(node)[:2]
@@ -205,7 +205,7 @@ class Routing:
         dim = argument_of(node, "dim")
         if repeated is None or type(repeated.order) is not int or type(times) is not int or type(dim) is not int:
             return None
-        return Rows(repeated.dim, repeated.order * times) if dim % len(shape(first)) == repeated.dim else None
+        return TokenRows(repeated.dim, repeated.order * times) if dim % len(shape(first)) == repeated.dim else None
 
     def _copied(self, node: fx.Node) -> Followed:
         first, times = operands(node)
@@ -213,14 +213,14 @@ class Routing:
         if rows is None or rows.order != 1 or len(times) != len(shape(first)):
             return None
         number = times[rows.dim]
-        return Rows(rows.dim, Copies(number)) if type(number) is int and number != 1 else None
+        return TokenRows(rows.dim, RepeatedTokens(number)) if type(number) is int and number != 1 else None
 
     def _summed(self, node: fx.Node) -> Followed:
         into, dim, index, rows = operands(node)
         points = self._points(index)
-        if points is None or self._rows.get(rows) != Rows(dim, points.along):
+        if points is None or self._rows.get(rows) != TokenRows(dim, points.along):
             return None
-        result = Rows(dim, points.to)
+        result = TokenRows(dim, points.to)
         fits = self._rows.get(into, result) == result and multiple_of(shape(node)[dim], self._tokens) == points.to
         return result if fits else None
 
@@ -241,7 +241,7 @@ class Routing:
         ends = others[0] if len(others) == 1 else None
         if not isinstance(ends, Counts) or not ends.ends or weight in self._rows or self.tells(weight):
             return None
-        result = Rows(0, ends.sort)
+        result = TokenRows(0, ends.sort)
         return result if self._rows.get(first) == result else None
 
 
@@ -265,8 +265,8 @@ def _is_choice(value: Any) -> bool:
     return value.target in _CHOSEN
 
 
-def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -> Rows | None:
-    """Return a reshaped value's `Rows`, or None if the reshape splits tokens.
+def viewed(node: fx.Node, rows: Mapping[fx.Node, TokenRows], dim: int, tokens: str) -> TokenRows | None:
+    """Return a reshaped value's `TokenRows`, or None if the reshape splits tokens.
 
     Args:
         dim: token dimension of the result.
@@ -281,14 +281,14 @@ def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -
     if above != now_above:  # [E, T, H] to [E * T, H], or back
         copies = (here, there, rows_before.order)
         if copies == (1, above, 1) and now_above == 1 and type(above) is int:
-            return Rows(dim, Copies(above))
-        return Rows(dim, 1) if copies == (now_above, 1, Copies(now_above or 0)) and above == 1 else None
+            return TokenRows(dim, RepeatedTokens(above))
+        return TokenRows(dim, 1) if copies == (now_above, 1, RepeatedTokens(now_above or 0)) and above == 1 else None
     if here is not None and here == there:
-        return Rows(dim, rows_before.order)
+        return TokenRows(dim, rows_before.order)
     if here is None or there is None or type(rows_before.order) is not int or above != 1:
         return None
     # [T, 2, H] to [2T, H]: a token's rows stay adjacent.
-    return Rows(dim, there)
+    return TokenRows(dim, there)
 
 
 def _elements(sizes: Any) -> int | None:

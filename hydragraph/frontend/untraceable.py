@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.state_readers import (
     MODULE_ATTRIBUTES,
-    Readers,
+    UserFunctions,
     attributes_of,
     globals_of,
     is_installed,
@@ -183,7 +183,7 @@ def _kept_state(places: Sequence[_Place]) -> dict[str, str]:
 
 def _places_of(module: nn.Module) -> list[_Place]:
     loss = vars(module).get("_loss")
-    readers = Readers(module, loss)
+    readers = UserFunctions(module, loss)
     owners = {prefix: child for prefix, child in module.named_modules() if library_of(type(child)) is None}
     places: list[_Place] = [(prefix, partial(_attributes_of, child)) for prefix, child in owners.items()]
     places += [("loss", partial(attributes_of, loss))]

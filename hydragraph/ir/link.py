@@ -179,7 +179,7 @@ def _whole_everywhere(layout: Layout) -> bool:
     return one_each and bool((layout.lo == 0).all() and (layout.hi == layout.size).all())
 
 
-class Cells(NamedTuple):
+class SourceCells(NamedTuple):
     """Cells of a source; the module docstring defines the fields."""
 
     ends: Ints
@@ -204,14 +204,14 @@ def _ragged(counts: Ints) -> tuple[Ints, Ints]:
     return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
 
 
-def cells_of(lo: Ints, hi: Ints, end: int) -> Cells:
+def cells_of(lo: Ints, hi: Ints, end: int) -> SourceCells:
     """Split [0, end) where intervals start or end; the rows of a cell ascend."""
     ends = np.unique(np.concatenate((np.array([0, end]), lo, hi)))
     begin = np.searchsorted(ends, lo)
     row, place = _ragged(np.searchsorted(ends, hi) - begin)
     cell = begin[row] + place
     first = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.bincount(cell, minlength=len(ends)))))
-    return Cells(ends, first, row[np.argsort(cell, kind="stable")])
+    return SourceCells(ends, first, row[np.argsort(cell, kind="stable")])
 
 
 def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: Ints) -> _Pairs:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hydragraph.ir.layout import Ints, Layout
-from hydragraph.ir.link import Cells, Slices, cells_of, copy, reduce
+from hydragraph.ir.link import Slices, SourceCells, cells_of, copy, reduce
 from hydragraph.kernels.numba_compiler import compiled
 
 _NEAREST, _OWN = range(2)  # preferred sender in `_cost`: the nearest rank, or the receiver itself
@@ -53,7 +53,7 @@ def _sent(
     target_rank: Ints,
     target_lo: Ints,
     target_hi: Ints,
-    cells: Cells,
+    cells: SourceCells,
     at: Ints,
     size: int,
     turns: Ints,

@@ -11,21 +11,21 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Usage:
+class ThreadResources:
     """Resources per thread; if the kernel has no local arrays, the stack contains only spilled registers."""
 
     registers: int
     stack_bytes: int
 
 
-def usage(cubin: bytes) -> Usage:
+def usage(cubin: bytes) -> ThreadResources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [_cuobjdump(), "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", text)}
-    return Usage(numbers["REG"], numbers["STACK"])
+    return ThreadResources(numbers["REG"], numbers["STACK"])
 
 
 @cache

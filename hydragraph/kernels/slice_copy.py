@@ -38,7 +38,7 @@ Offsets = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class CopyBatch:
     """Ranges with ascending targets.
 
     Attributes:
@@ -132,13 +132,13 @@ class SliceTable:
         return origins, places, lengths
 
     @cached_property
-    def batches(self) -> tuple[Batch, ...]:
+    def batches(self) -> tuple[CopyBatch, ...]:
         """Batches of ranges that fit in a cache."""
         origins, places, lengths = self.ordered
         before = np.cumsum(lengths) - lengths
         # A batch's targets must ascend without overlaps.
         back = np.flatnonzero(places[1:] < (places + lengths)[:-1]) + 1
-        batches: list[Batch] = []
+        batches: list[CopyBatch] = []
         for low, high in pairwise([0, *back.tolist(), len(places)]):
             while low < high:
                 end = max(
@@ -146,7 +146,7 @@ class SliceTable:
                 )
                 part = slice(low, end)
                 total = int(lengths[part].sum())
-                batches.append(Batch(origins[part], places[part], lengths[part], before[part] - before[low], total))
+                batches.append(CopyBatch(origins[part], places[part], lengths[part], before[part] - before[low], total))
                 low = end
         return tuple(batches)
 

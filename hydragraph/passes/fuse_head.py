@@ -32,7 +32,7 @@ _BETWEEN = frozenset({aten.flatten.using_ints, aten.view.default, aten.reshape.d
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadNodes:
     """Nodes of a head: hidden [..., H], weight [V, H], labels [T], and the loss."""
 
     hidden: fx.Node
@@ -63,7 +63,7 @@ def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
     return graph_module(module, graph)
 
 
-def find_head(loss: fx.Node) -> Head | None:
+def find_head(loss: fx.Node) -> HeadNodes | None:
     """Return a loss's head; None if it uses an unsupported option, such as class weights, a mean, or a bias."""
     if loss.target is not aten.cross_entropy_loss.default:
         return None
@@ -81,4 +81,4 @@ def find_head(loss: fx.Node) -> Head | None:
     fp32 = torch.promote_types(value_of(hidden).dtype, torch.float32)
     if shape(logits)[-1] != shape(matrix)[0] or value_of(loss).dtype != fp32:
         return None
-    return Head(hidden, matrix, labels, ignored, reduction, smoothing, loss)
+    return HeadNodes(hidden, matrix, labels, ignored, reduction, smoothing, loss)

@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import Role, Span
-from hydragraph.ir.schedules.clock import Beat, beats_of
-from hydragraph.ir.schedules.schedule import Action, Shape
+from hydragraph.ir.schedules.clock import StageTimes, beats_of
+from hydragraph.ir.schedules.schedule import Action, ScheduleShape
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD, schedule_of
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
@@ -76,7 +76,7 @@ class ScheduleGroup:
     """Pipelines scheduled together; `numbers` maps the ranks of a stage to its row in `shape`."""
 
     pipelines: tuple[int, ...]
-    shape: Shape
+    shape: ScheduleShape
     numbers: Mapping[tuple[int, ...], int]
 
 
@@ -90,7 +90,7 @@ def _group(stages: Mapping[int, Sequence[PlacedStage]], pipelines: tuple[int, ..
         ranks = {role.stage: (stage.ranks, role) for stage in stages[p] for role in stage.roles if role.pipeline == p}
         counts.append(len(ranks[0][1].micro_batches))
         rows.append(tuple(numbers[ranks[stage][0]] for stage in sorted(ranks)))
-    return ScheduleGroup(pipelines, Shape(tuple(counts), tuple(rows)), numbers)
+    return ScheduleGroup(pipelines, ScheduleShape(tuple(counts), tuple(rows)), numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ class Placement:
         group = self._group_of[stage.roles[0].pipeline]
         return schedule_of(self.schedule, group.shape, mode).actions[group.numbers[stage.ranks]]
 
-    def beats(self, stage: PlacedStage) -> Mapping[PlacedRole, Beat]:
+    def beats(self, stage: PlacedStage) -> Mapping[PlacedRole, StageTimes]:
         group = self._group_of[stage.roles[0].pipeline]
         every = beats_of(group.shape)
         return {role: every[group.pipelines.index(role.pipeline)][role.stage] for role in stage.roles}

@@ -6,8 +6,8 @@ miss:
 1. The trace records every size that is converted to a number, and every decision that depends on a size.
 2. The graph runs again on the meta device with other sizes: each value must have the shape that its symbols predict.
 3. The example's sizes are primes that divide no dimension of the graph. A number that is a multiple of such a prime, or
-   the inverse or root of a multiple, was read from the example (`Recalled`) or matches by chance. The model is then
-   captured again with other primes.
+   the inverse or root of a multiple, was read from the example (`SizeFromExample`) or matches by chance. The model is
+   then captured again with other primes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 _REMEDY = "compute sizes from tensors' shapes during the forward, without int(), len() or .item()"
 
 
-class Recalled(Unsupported):
+class SizeFromExample(Unsupported):
     """Raised for a number in a graph that matches a size of the traced example."""
 
 
@@ -48,7 +48,7 @@ def with_an_example(capture: Callable[[Mapping[str, int]], T]) -> T:
         Recalled: a number matches in every example.
     """
     for sizes in EXAMPLES[:-1]:
-        with contextlib.suppress(Recalled):
+        with contextlib.suppress(SizeFromExample):
             return capture(sizes)
     return capture(EXAMPLES[-1])
 
@@ -72,7 +72,7 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
         for number in _numbers([node.args, node.kwargs]) if node.op.startswith("call") else ():
             if any(_recalls(number, size) for size in unlike):
                 what = f"{node.target} takes {number}, which may be derived from the example's token or sequence count"
-                raise Recalled(what, where=where, remedy=_REMEDY)
+                raise SizeFromExample(what, where=where, remedy=_REMEDY)
     if hints:
         _Elsewhere(graph, {symbol: size * _ELSEWHERE + 1 for symbol, size in hints.items()}, where).check()
 

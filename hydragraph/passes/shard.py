@@ -38,7 +38,7 @@ from hydragraph.kernels import token_entropy as _entropy  # noqa: F401  register
 from hydragraph.passes import collective_operators as _collectives  # noqa: F401  registers hydragraph::tp_*
 from hydragraph.passes.clean import copy_of, remove_dead_code
 from hydragraph.passes.find_cuts import find_cuts
-from hydragraph.passes.fuse_head import Head, find_head
+from hydragraph.passes.fuse_head import HeadNodes, find_head
 from hydragraph.passes.graph_node import (
     DRAWN,
     causal_convolution,
@@ -319,7 +319,7 @@ class _Rewrite:
         target = aten.linear.default if parts.inner == 1 else aten.mm.default
         return self.call(target, self.copied[parts.x], self.copied[parts.weight])
 
-    def _fused(self, head: Head, start: fx.Node) -> fx.Node:
+    def _fused(self, head: HeadNodes, start: fx.Node) -> fx.Node:
         # All ranks must use equal chunks, so the last rank's rows count.
         flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
         labels = self._operand(head.labels, head.loss)

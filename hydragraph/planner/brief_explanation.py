@@ -16,8 +16,8 @@ from hydragraph.planner.device_time import device_time, main_cause
 from hydragraph.planner.explanation import SHOWN, pipeline_text
 from hydragraph.planner.generators.symmetric import common_degrees
 from hydragraph.planner.plan import Plan
-from hydragraph.planner.price_candidate import Settled, Shortage
-from hydragraph.planner.price_mini_batches import Varied
+from hydragraph.planner.price_candidate import PricedPlan, Shortage
+from hydragraph.planner.price_mini_batches import MiniBatchPrices
 from hydragraph.planner.state_shares import fractions
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
@@ -35,7 +35,7 @@ def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str
         f"expected: {plan.seconds:.3g} s per step; tightest memory: rank {tightest} with "
         f"{plan.memory[tightest] / 1e9:.3g} of {plan.limits[tightest] / 1e9:.3g} GB{'; ' * bool(error)}{error}",
     ]
-    varied = Varied(costs, workload.batches)
+    varied = MiniBatchPrices(costs, workload.batches)
     compared = _Compared(varied, plan)
     uneven = any(_shares(costs, plan))
     for name, strategy in _usual(varied, plan.strategy).items():
@@ -77,7 +77,7 @@ def _in_words(costs: Costs, plan: Plan) -> str:
     return f"{plan.strategy.name}: {pipelines}{also}; idle: {shown} ({why})"
 
 
-def _usual(varied: Varied, chosen: Strategy) -> Mapping[str, Strategy | str]:
+def _usual(varied: MiniBatchPrices, chosen: Strategy) -> Mapping[str, Strategy | str]:
     costs = varied.costs
     equal = _equal(costs)
     strategies: dict[str, Strategy | str] = {}
@@ -124,7 +124,7 @@ def _equal(costs: Costs) -> dict[tuple[int, int], Strategy]:
 def with_causes(costs: Costs, workload: Workload, plan: Plan, seconds: float) -> Plan:
     """Explain, for at most `seconds`, why the rivals that `Plan.explain` shows are slower."""
     until = time.monotonic() + seconds
-    compared = _Compared(Varied(costs, workload.batches), plan)
+    compared = _Compared(MiniBatchPrices(costs, workload.batches), plan)
     rivals = list(plan.rivals)
     for i, rival in enumerate(rivals[:SHOWN]):
         if time.monotonic() > until:
@@ -138,14 +138,14 @@ def with_causes(costs: Costs, workload: Workload, plan: Plan, seconds: float) ->
 
 @dataclass(frozen=True, eq=False)
 class _Compared:
-    varied: Varied
+    varied: MiniBatchPrices
     plan: Plan
 
     @cached_property
     def _own(self) -> dict[str, float]:
         return device_time(self.varied.costs, self.plan.strategy, self.plan.home, self.plan.assignment)
 
-    def verdict(self, rival: Strategy, settled: Settled | None = None, equally: bool = False) -> tuple[str, float]:
+    def verdict(self, rival: Strategy, settled: PricedPlan | None = None, equally: bool = False) -> tuple[str, float]:
         if rival == self.plan.strategy and not equally:
             return "is the plan", self.plan.seconds
         try:

@@ -11,7 +11,7 @@ from itertools import groupby
 
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.finalists import Finalists, Proposal
-from hydragraph.planner.price_candidate import Settled, Shortage
+from hydragraph.planner.price_candidate import PricedPlan, Shortage
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.pipeline import Pipeline
@@ -69,7 +69,7 @@ def told(found: Finalists, order: Sequence[int]) -> Finalists:
     return Finalists(settled, passed, short)
 
 
-def as_told(each: Settled, order: Sequence[int]) -> Settled:
+def as_told(each: PricedPlan, order: Sequence[int]) -> PricedPlan:
     strategy, pipelines = _named(each.strategy, dict(enumerate(order)))
     places = places_of(order)
     return replace(

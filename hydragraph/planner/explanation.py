@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from hydragraph.cost.costs import Costs
-from hydragraph.planner.price_candidate import Settled
+from hydragraph.planner.price_candidate import PricedPlan
 from hydragraph.planner.state_shares import fractions, needed_ranks
 from hydragraph.spec.home_text import owners_text
 from hydragraph.spec.pipeline import GRADIENTS, Pipeline
@@ -32,10 +32,10 @@ class Rival:
     seconds: float
     origin: str
     why: str
-    settled: Settled | None = None
+    settled: PricedPlan | None = None
 
 
-def explanation(costs: Costs, workload: Workload, chosen: Settled, bound: float, moved: int, took_s: float) -> str:
+def explanation(costs: Costs, workload: Workload, chosen: PricedPlan, bound: float, moved: int, took_s: float) -> str:
     """Return the text of `Plan.explain`, without the rivals and the reasons for idle devices."""
     how = "simulated" if chosen.simulated else "estimated: slowest pipeline plus traffic"
     error = costs.error_of(chosen.strategy)
@@ -101,7 +101,7 @@ def pipeline_text(costs: Costs, pipeline: Pipeline) -> str:
     return " -> ".join(stages)
 
 
-def _owners(costs: Costs, chosen: Settled) -> str:
+def _owners(costs: Costs, chosen: PricedPlan) -> str:
     if chosen.home.buckets:
         return owners_text(chosen.home, [bucket.name for bucket in costs.buckets], costs.ranks)
     shares = fractions(costs, chosen.home)

@@ -23,12 +23,12 @@ from itertools import compress, count
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.planner.deadline import is_late
-from hydragraph.planner.generators.metis_stages import Staged
-from hydragraph.planner.generators.symmetric import Simple
+from hydragraph.planner.generators.metis_stages import MetisPlan
+from hydragraph.planner.generators.symmetric import SymmetricPlan
 from hydragraph.planner.micro_batch_sizes import cut, promised
 from hydragraph.planner.price_candidate import (
+    PricedPlan,
     SearchCandidate,
-    Settled,
     Shortage,
     form_of,
     owners,
@@ -39,7 +39,7 @@ from hydragraph.planner.price_candidate import (
 )
 from hydragraph.planner.price_mini_batches import quickest_home
 from hydragraph.planner.state_shares import home_of
-from hydragraph.planner.traffic_bound import Cards
+from hydragraph.planner.traffic_bound import CardBound
 from hydragraph.planner.traffic_estimate import Iterations
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
@@ -66,7 +66,7 @@ SIMULATION = 40
 
 # Returns the bytes of state that change owner under a home.
 Moved = Callable[[Home], int]
-Exactly = Callable[[Settled], Settled]
+Exactly = Callable[[PricedPlan], PricedPlan]
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ class Finalists:
         passed: proposals whose memory was not checked.
     """
 
-    settled: tuple[Settled, ...] = ()
+    settled: tuple[PricedPlan, ...] = ()
     passed: tuple[Proposal, ...] = ()
     short: tuple[Shortage, ...] = ()
 
     @classmethod
-    def of(cls, found: Iterable[Settled | Shortage], passed: Iterable[Proposal]) -> Finalists:
+    def of(cls, found: Iterable[PricedPlan | Shortage], passed: Iterable[Proposal]) -> Finalists:
         """Keep each strategy's best result or, if it has none, its most promising proposal."""
-        settled: dict[Strategy, Settled] = {}
+        settled: dict[Strategy, PricedPlan] = {}
         short: dict[Strategy, Shortage] = {}
         left: dict[Strategy, Proposal] = {}
         for one in found:
@@ -123,8 +123,8 @@ def proposals(
     costs: Costs,
     lengths: Sequence[int],
     candidates: Sequence[SearchCandidate],
-    stages: Sequence[Staged],
-    simple: Sequence[Simple],
+    stages: Sequence[MetisPlan],
+    simple: Sequence[SymmetricPlan],
 ) -> list[Proposal]:
     """Return distinct proposals with assigned sequences, the most promising first."""
     by_strategy: dict[Strategy, Proposal] = {}
@@ -142,14 +142,14 @@ def proposals(
         proposal = Proposal(one.strategy, one.assignment, one.seconds, one.seconds, "search")
         by_strategy.setdefault(one.strategy, proposal)
     every: dict[Strategy, Proposal] = {}
-    cards = Cards(costs)
+    cards = CardBound(costs)
     carried = (_carried(cards, _busy(first_proposal)) for first_proposal in by_strategy.values())
     for proposal in sorted(carried, key=lambda each: each.expected_s):
         every.setdefault(proposal.strategy, proposal)
     return list(every.values())
 
 
-def _carried(cards: Cards, proposal: Proposal) -> Proposal:
+def _carried(cards: CardBound, proposal: Proposal) -> Proposal:
     strategies = [
         strategy for strategy in (proposal.strategy, proposal.across) if strategy is not None and not strategy.shares
     ]
@@ -178,7 +178,7 @@ def finalists(
     found: Sequence[Proposal],
     near: float,
     until: float | None,
-    known: dict[tuple[Strategy, Assignment], Settled | Shortage],
+    known: dict[tuple[Strategy, Assignment], PricedPlan | Shortage],
     moved: Moved | None,
     exactly: Exactly,
     clock: TimeEstimates,
@@ -199,7 +199,7 @@ def finalists(
     others = [other for other in found if other.strategy not in estimated]
     queue = _Queue(clock, deque(sorted(others, key=lambda each: each.least_s)), until, near, moved)
     queue.add_all(estimates)
-    settled: dict[Strategy, Settled] = {}
+    settled: dict[Strategy, PricedPlan] = {}
     short: list[Shortage] = []
     while True:
         best = min((one.seconds for one in settled.values()), default=math.inf)
@@ -216,9 +216,9 @@ def finalists(
         one = known.get(asked)
         if one is None:
             one = settle(costs, *asked, proposal.origin, proposal.expected_s)
-            if isinstance(one, Settled):
+            if isinstance(one, PricedPlan):
                 one = _owned(costs, one, proposal.last_s)
-        if isinstance(one, Settled) and able and not one.simulated:
+        if isinstance(one, PricedPlan) and able and not one.simulated:
             one = exactly(one)
         known[asked] = one
         if isinstance(one, Shortage):
@@ -311,7 +311,7 @@ class _Queue:
         return sorted([*queued, *self._others], key=lambda each: each.expected_s)
 
 
-def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
+def _owned(costs: Costs, one: PricedPlan, last_s: float) -> PricedPlan:
     strategy = one.strategy
     if strategy.shares:
         return one
@@ -336,7 +336,7 @@ def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
     return one if by_block is None else replace(one, home=by_block[0], memory=by_block[1])
 
 
-def _equal_home(costs: Costs, one: Settled) -> Home | None:
+def _equal_home(costs: Costs, one: PricedPlan) -> Home | None:
     devices = set(one.strategy.devices)
     shares = tuple(int(rank in devices) for rank in range(costs.ranks))
     equal = replace(one.home, shares=None if all(shares) else shares)

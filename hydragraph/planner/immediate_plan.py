@@ -19,12 +19,12 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.errors import Unsupported
 from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment, assign_pipelines
-from hydragraph.planner.assignment.spread_search import Effort
+from hydragraph.planner.assignment.spread_search import SearchEffort
 from hydragraph.planner.finalists import proposals
 from hydragraph.planner.generators.group_prices import SAFETY
 from hydragraph.planner.generators.malleus_autohet import STRAGGLER, TOGETHER, search, sizes_of
 from hydragraph.planner.generators.symmetric import simple
-from hydragraph.planner.improve_devices import Yard
+from hydragraph.planner.improve_devices import DeviceMoves
 from hydragraph.planner.micro_batch_sizes import pipeline_costs
 from hydragraph.planner.price_candidate import unlike
 from hydragraph.planner.price_mini_batches import QUICK, traffic_in_line
@@ -106,7 +106,7 @@ def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[
     slow = [p for p in first.pipelines if any(rate(rank) > SLOW for rank in p.devices)]
     if not slow:
         return every
-    yard = Yard(costs, workload, workload.longest, SAFETY)
+    yard = DeviceMoves(costs, workload, workload.longest, SAFETY)
     number = len(first.pipelines)
     for most in (SLOW, math.inf, 0.0):
         kept = [[r for r in p.devices if rate(r) <= most and math.isfinite(rate(r))] for p in slow]
@@ -130,7 +130,11 @@ def _promising(costs: Costs, workload: Workload, until: float) -> list[Strategy]
 
 
 def _estimate(
-    costs: Costs, strategy: Strategy, pipelines: tuple[PipelineCost, ...], batch: Sequence[int], effort: Effort | None
+    costs: Costs,
+    strategy: Strategy,
+    pipelines: tuple[PipelineCost, ...],
+    batch: Sequence[int],
+    effort: SearchEffort | None,
 ) -> Estimate:
     assignment = assign_pipelines(pipelines, batch, effort=effort)
     return Estimate(strategy, pipelines, assignment, traffic_in_line(costs, strategy)(assignment))

@@ -20,10 +20,10 @@ from itertools import combinations_with_replacement
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.deadline import is_late
 from hydragraph.planner.generators.device_groups import Group, GroupForm, NodeDevices, nodes_of, regular, runs, splits
-from hydragraph.planner.generators.group_prices import Prices, free_bytes
-from hydragraph.planner.generators.pipelines_of_groups import Bench, pipeline_of
+from hydragraph.planner.generators.group_prices import LayerPrices, free_bytes
+from hydragraph.planner.generators.pipelines_of_groups import PipelinePricing, pipeline_of
 from hydragraph.planner.price_candidate import form_of
-from hydragraph.planner.price_mini_batches import Varied
+from hydragraph.planner.price_mini_batches import MiniBatchPrices
 from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
@@ -44,7 +44,7 @@ SLOW = 1.5
 Devices = tuple[int, ...]
 
 
-class Yard:
+class DeviceMoves:
     """Generator of moves to strategies whose pipelines fit a micro-batch of `reach` tokens."""
 
     def __init__(self, costs: Costs, workload: Workload, reach: int, safety: float) -> None:
@@ -53,7 +53,7 @@ class Yard:
         self._nodes = nodes_of(costs)
         self._node = {rank: node for node in self._nodes for rank in node.devices}
         self._rate = {rank: rate for node in self._nodes for rank, rate in zip(node.devices, node.rates, strict=True)}
-        prices = Prices(costs, [typical.length], reach)
+        prices = LayerPrices(costs, [typical.length], reach)
         self._degrees = {node: prices.degrees(node.site, len(node.devices)) for node in self._nodes}
         self._all_degrees = sorted({degree for degrees in self._degrees.values() for degree in degrees})
         free_by_rank = free_bytes(costs, typical.sequences * typical.length, safety)
@@ -65,7 +65,7 @@ class Yard:
                     form = GroupForm(node.site, tp, rate)
                     free[form] = min(free.get(form, math.inf), least)
         self._forms = {form: i for i, form in enumerate(free)}
-        self._bench = Bench(prices, list(free), list(free.values()), typical.sequences)
+        self._bench = PipelinePricing(prices, list(free), list(free.values()), typical.sequences)
         self._prices = prices
         self._made: dict[tuple[Group, ...], Pipeline | None] = {}
         self._paces: dict[Hashable, tuple[float, float]] = {}
@@ -196,7 +196,7 @@ class Yard:
 
 
 def climbed(
-    varied: Varied, yards: Sequence[Yard], start: Strategy, until: float | None, priced: int = PRICED
+    varied: MiniBatchPrices, yards: Sequence[DeviceMoves], start: Strategy, until: float | None, priced: int = PRICED
 ) -> Strategy:
     """Until a deadline, improve a strategy that fits all mini-batches."""
     now = start

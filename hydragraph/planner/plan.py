@@ -18,24 +18,32 @@ from hydragraph.planner.cluster_parts import with_fewer
 from hydragraph.planner.deadline import is_late
 from hydragraph.planner.explanation import SHOWN, Rival, explanation
 from hydragraph.planner.finalists import Exactly, Finalists, Moved, Proposal, TimeEstimates, finalists, proposals
-from hydragraph.planner.generators.group_prices import SAFETY, Market, healthy, state_bytes
-from hydragraph.planner.generators.malleus_autohet import MIXED, PUBLISHED, STRAGGLER, TOGETHER, Way, search, sizes_of
+from hydragraph.planner.generators.group_prices import SAFETY, GroupPrices, healthy, state_bytes
+from hydragraph.planner.generators.malleus_autohet import (
+    MIXED,
+    PUBLISHED,
+    STRAGGLER,
+    TOGETHER,
+    SearchMethod,
+    search,
+    sizes_of,
+)
 from hydragraph.planner.generators.memory_pooling import pooled
-from hydragraph.planner.generators.metis_stages import Staged, staged
-from hydragraph.planner.generators.symmetric import Simple, simple
-from hydragraph.planner.improve_devices import Yard, climbed
+from hydragraph.planner.generators.metis_stages import MetisPlan, staged
+from hydragraph.planner.generators.symmetric import SymmetricPlan, simple
+from hydragraph.planner.improve_devices import DeviceMoves, climbed
 from hydragraph.planner.infeasibility import check_labels, check_nodes, nothing_fits
 from hydragraph.planner.iteration_bound import bound as bound_of
 from hydragraph.planner.metis.metis_search import Order
 from hydragraph.planner.price_candidate import (
+    PricedPlan,
     SearchCandidate,
-    Settled,
     Shortage,
     simulated,
     strategies_of,
     unlike,
 )
-from hydragraph.planner.price_mini_batches import Varied, mean, settle_best
+from hydragraph.planner.price_mini_batches import MiniBatchPrices, mean, settle_best
 from hydragraph.planner.refinements import as_run, one_by_one, refined
 from hydragraph.planner.request import Method as Method
 from hydragraph.planner.request import Solver, check_question
@@ -50,7 +58,7 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE, SCHEDULES
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-WAYS: dict[str, tuple[Way, ...]] = {
+WAYS: dict[str, tuple[SearchMethod, ...]] = {
     "mixed": (MIXED,),
     "straggler": (STRAGGLER,),
     "search": (),
@@ -219,12 +227,12 @@ def plan(
 class _Question:
     workload: Workload
     method: Method
-    ways: tuple[Way, ...]
+    ways: tuple[SearchMethod, ...]
     running: Plan | Strategy | None
     schedules: Collection[str]
     streaming: bool
     deterministic: bool
-    seen: Callable[[Settled], Settled]
+    seen: Callable[[PricedPlan], PricedPlan]
     until: float | None = None
 
     @property
@@ -232,10 +240,10 @@ class _Question:
         return 0.0 if self.running is None else NEAR
 
 
-def _telling(improved: Callable[[float, str], None] | None) -> Callable[[Settled], Settled]:
+def _telling(improved: Callable[[float, str], None] | None) -> Callable[[PricedPlan], PricedPlan]:
     best_s = math.inf
 
-    def seen(each: Settled) -> Settled:
+    def seen(each: PricedPlan) -> PricedPlan:
         nonlocal best_s
         if improved is not None and each.simulated and each.seconds < best_s:
             best_s = each.seconds
@@ -297,7 +305,7 @@ def _plan(costs: Costs, asked: _Question, deadline_s: float | None) -> Plan:
     least = bound_of(costs, workload.batches)
     best = min(settled.seconds for settled in able)
 
-    def preference(each: Settled) -> tuple[float, ...]:
+    def preference(each: PricedPlan) -> tuple[float, ...]:
         streams = each.strategy.streams
         return moved(each.home), each.strategy != before, each.seconds, streams, streams and max(each.memory)
 
@@ -335,14 +343,14 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
     ordered = costs if listed else costs.reordered(order)
     places = places_of(order)
 
-    def exactly(each: Settled) -> Settled:
+    def exactly(each: PricedPlan) -> PricedPlan:
         exact_plan = asked.seen(simulated(costs, each if listed else as_told(each, order)))
         return replace(each, by_batch=exact_plan.by_batch, simulated=True)
 
     ask = partial(
         _looked_at, moved=moved and (lambda home: moved(home if listed else home.reordered(places))), exactly=exactly
     )
-    market = Market(ordered)
+    market = GroupPrices(ordered)
     looked = Finalists()
     short: list[Shortage] = []
     for safety in SAFETIES:
@@ -366,9 +374,9 @@ def _extended(costs: Costs, asked: _Question, looked: Finalists) -> Finalists:
         below_s = min((candidate.seconds for candidate in looked.settled), default=math.inf)
         streamed_plans = streamed(costs, workload, below_s, until)
         if math.isinf(below_s):  # no plan fits
-            of_one_stage = (each.seconds for each in streamed_plans if isinstance(each, Settled))
+            of_one_stage = (each.seconds for each in streamed_plans if isinstance(each, PricedPlan))
             streamed_plans += streamed_pipelines(costs, workload, min(of_one_stage, default=below_s), until)
-        settled = tuple(streamed_plan for streamed_plan in streamed_plans if isinstance(streamed_plan, Settled))
+        settled = tuple(streamed_plan for streamed_plan in streamed_plans if isinstance(streamed_plan, PricedPlan))
         short = tuple(streamed_plan for streamed_plan in streamed_plans if isinstance(streamed_plan, Shortage))
         looked = replace(looked, settled=looked.settled + settled, short=looked.short + short)
     if asked.ways and PUBLISHED not in asked.ways:
@@ -379,7 +387,7 @@ def _extended(costs: Costs, asked: _Question, looked: Finalists) -> Finalists:
 
 
 def _looked_at(
-    costs: Costs, asked: _Question, safety: float, market: Market, moved: Moved | None, exactly: Exactly
+    costs: Costs, asked: _Question, safety: float, market: GroupPrices, moved: Moved | None, exactly: Exactly
 ) -> Finalists:
     """Select finalists from each search separately, so that "auto" is never worse than any one search."""
     workload, method, ways, until = asked.workload, asked.method, asked.ways, asked.until
@@ -388,7 +396,7 @@ def _looked_at(
     now = time.monotonic()
     ended = None if until is None else now + FINDING * (until - now)
     ask = partial(search, costs, typical.sequences, typical.length, until=ended, market=market)
-    every: list[tuple[list[SearchCandidate], list[Staged]]] = []
+    every: list[tuple[list[SearchCandidate], list[MetisPlan]]] = []
     for way in ways:
         candidates: list[SearchCandidate] = []
         for reach in reaches:
@@ -403,7 +411,7 @@ def _looked_at(
     plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, market, apart=until is not None)
     if workload.lengths:
         return _varying(costs, asked, every, plain, safety)
-    outcomes: dict[tuple[Strategy, Assignment], Settled | Shortage] = {}
+    outcomes: dict[tuple[Strategy, Assignment], PricedPlan | Shortage] = {}
     passed: list[Proposal] = []
     clock = TimeEstimates(costs)
     for candidates, stages in every:
@@ -423,7 +431,7 @@ def _on_fewer(
         if is_late(until, took_s or part * whole_s) or least >= part * best:
             continue
         began = time.monotonic()
-        also = ask(some, market=Market(some))
+        also = ask(some, market=GroupPrices(some))
         took_s = max(took_s, time.monotonic() - began)
         settled += also.settled
         passed += also.passed
@@ -465,7 +473,7 @@ def _reaches(workload: Workload) -> list[int]:
     return list(dict.fromkeys((workload.longest, workload.typical.length)))
 
 
-def _staged(costs: Costs, typical: Workload, method: Method, until: float | None) -> list[Staged]:
+def _staged(costs: Costs, typical: Workload, method: Method, until: float | None) -> list[MetisPlan]:
     try:
         plans = staged(costs, typical.sequences, typical.length, ORDERS[method], until)
     except Unsupported:
@@ -478,22 +486,22 @@ def _staged(costs: Costs, typical: Workload, method: Method, until: float | None
 def _varying(
     costs: Costs,
     asked: _Question,
-    every: Sequence[tuple[list[SearchCandidate], list[Staged]]],
-    plain: Sequence[Simple],
+    every: Sequence[tuple[list[SearchCandidate], list[MetisPlan]]],
+    plain: Sequence[SymmetricPlan],
     safety: float,
 ) -> Finalists:
     workload = asked.workload
     until = asked.until
-    varied = Varied(costs, workload.batches)
-    outcomes: dict[Strategy, Settled | Shortage] = {}
+    varied = MiniBatchPrices(costs, workload.batches)
+    outcomes: dict[Strategy, PricedPlan | Shortage] = {}
     origins: dict[Strategy, str] = {}
     for candidates, stages in every:
         search_origins = _origins(candidates, stages, plain)
         settle_best(varied, search_origins, until, outcomes)
         origins = {**search_origins, **origins}
-    able = [s for s, outcome in outcomes.items() if isinstance(outcome, Settled) and math.isfinite(outcome.seconds)]
+    able = [s for s, outcome in outcomes.items() if isinstance(outcome, PricedPlan) and math.isfinite(outcome.seconds)]
     if asked.method == "auto" and able:
-        yards = [Yard(costs, workload, reach, safety) for reach in _reaches(workload)]
+        yards = [DeviceMoves(costs, workload, reach, safety) for reach in _reaches(workload)]
         for start in _starts(varied):
             climbed(varied, yards, start, until)
         better = {s: "auto" for s in sorted(varied.priced, key=varied.seconds) if s not in origins}
@@ -506,21 +514,21 @@ def _varying(
     return Finalists.of(outcomes.values(), passed)
 
 
-def _starts(varied: Varied) -> list[Strategy]:
+def _starts(varied: MiniBatchPrices) -> list[Strategy]:
     able = [s for s in varied.priced if not s.shares and math.isfinite(varied.seconds(s))]
     order = sorted(able, key=varied.seconds)
     alike = [s for s in order if len({tuple(stage.tp for stage in pipeline.stages) for pipeline in s.pipelines}) == 1]
     return list(dict.fromkeys([*order[:1], *alike]))[:CLIMBS]
 
 
-def _simple(costs: Costs, workload: Workload, safety: float, market: Market, apart: bool) -> list[Simple]:
+def _simple(costs: Costs, workload: Workload, safety: float, market: GroupPrices, apart: bool) -> list[SymmetricPlan]:
     typical = workload.typical
     sizes, _ = sizes_of(costs, typical.sequences, typical.length)
     return simple(costs, typical.sequences, typical.length, sizes, _reaches(workload)[0], safety, market, apart)
 
 
 def _origins(
-    candidates: Sequence[SearchCandidate], stages: Sequence[Staged], plain: Sequence[Simple]
+    candidates: Sequence[SearchCandidate], stages: Sequence[MetisPlan], plain: Sequence[SymmetricPlan]
 ) -> dict[Strategy, str]:
     origins: dict[Strategy, str] = {}
     for candidate in sorted(candidates, key=lambda each: each.seconds):
@@ -541,7 +549,7 @@ def _exact(costs: Costs, looked: Finalists) -> Finalists:
     return replace(looked, settled=tuple(again))
 
 
-def _rivals(chosen: Settled, looked: Finalists, running: bool) -> tuple[Rival, ...]:
+def _rivals(chosen: PricedPlan, looked: Finalists, running: bool) -> tuple[Rival, ...]:
     rivals = []
     but = "but moves more state" if running else "but only with micro-batches that a run would not form"
     for settled in sorted(looked.settled, key=lambda one: one.seconds):
@@ -557,8 +565,8 @@ def _rivals(chosen: Settled, looked: Finalists, running: bool) -> tuple[Rival, .
     return tuple(rivals)
 
 
-def _useful(costs: Costs, asked: _Question, chosen: Settled, settled: Sequence[Settled]) -> list[Settled]:
-    varied = Varied(costs, asked.workload.batches)
+def _useful(costs: Costs, asked: _Question, chosen: PricedPlan, settled: Sequence[PricedPlan]) -> list[PricedPlan]:
+    varied = MiniBatchPrices(costs, asked.workload.batches)
     kept = [chosen]
     now = list(chosen.by_batch)
     left = list(settled)

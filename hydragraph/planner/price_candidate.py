@@ -24,7 +24,7 @@ from hydragraph.planner.assignment.equal_sequences import rebalance
 from hydragraph.planner.generators.device_groups import Group, runs
 from hydragraph.planner.generators.group_prices import state_bytes
 from hydragraph.planner.generators.pipeline_shares import shares
-from hydragraph.planner.generators.pipelines_of_groups import Bench, Laid, Partition, pipeline_of
+from hydragraph.planner.generators.pipelines_of_groups import Partition, PipelineLayout, PipelinePricing, pipeline_of
 from hydragraph.planner.state_shares import fractions, home_by_block, home_of, lacking
 from hydragraph.planner.traffic_bound import bytes_by_block
 from hydragraph.spec.assignment import Assignment
@@ -49,12 +49,12 @@ class SearchCandidate:
         layout: layout of each kind of pipeline; default: the layout by `bench`.
     """
 
-    bench: Bench
+    bench: PipelinePricing
     partition: Partition
     groups: tuple[Group, ...]
     together: int
     origin: str
-    layout: tuple[Laid, ...] | None = None
+    layout: tuple[PipelineLayout, ...] | None = None
 
     @property
     def seconds(self) -> float:
@@ -67,11 +67,11 @@ class SearchCandidate:
         forms = Counter((form.site.type, form.tp) for form in self.bench.forms)
         return frozenset(depths.items()), frozenset(forms), self.together
 
-    def laid_by_kind(self) -> Sequence[Laid]:
+    def laid_by_kind(self) -> Sequence[PipelineLayout]:
         count = max(1, round(self.bench.micro_batches / self.partition.count))
         return self.layout or [self.bench.lay(multiset, count) for multiset, _ in self.partition.pipelines]
 
-    def laid(self) -> list[Laid]:
+    def laid(self) -> list[PipelineLayout]:
         kinds = zip(self.laid_by_kind(), self.partition.pipelines, strict=True)
         return [layout for layout, (_, times) in kinds for _ in range(times)]
 
@@ -90,7 +90,7 @@ def unlike(candidates: Iterable[SearchCandidate]) -> list[SearchCandidate]:
 
 
 @dataclass(frozen=True)
-class Settled:
+class PricedPlan:
     """A runnable strategy with owners of the state and assignments.
 
     Attributes:
@@ -130,7 +130,7 @@ def strategies_of(candidate: SearchCandidate) -> tuple[Strategy, Strategy | None
     return within, None if across == within else across
 
 
-def _placed(candidate: SearchCandidate, laid: Sequence[Laid], by_stage: bool) -> Strategy:
+def _placed(candidate: SearchCandidate, laid: Sequence[PipelineLayout], by_stage: bool) -> Strategy:
     waiting: dict[int, list[Group]] = {}
     index = {form: i for i, form in enumerate(candidate.bench.forms)}
     for group in candidate.groups:
@@ -148,7 +148,7 @@ def _placed(candidate: SearchCandidate, laid: Sequence[Laid], by_stage: bool) ->
     return Strategy(tuple(sorted(pipelines, key=lambda pipeline: min(pipeline.devices))))
 
 
-class Ends:
+class PipelineEnds:
     """Exact end times of pipelines that run equal micro-batches."""
 
     def __init__(self, costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> None:
@@ -197,7 +197,7 @@ def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together
     Returns:
         The assignment, and the last pipeline's end time without pull, push and update.
     """
-    ends = Ends(costs, strategy, lengths[:together])
+    ends = PipelineEnds(costs, strategy, lengths[:together])
     counts = ends.counts(-(-len(lengths) // together))
     batches = [tuple(range(i, min(i + together, len(lengths)))) for i in range(0, len(lengths), together)]
     last = max(ends.end(p, count) for p, count in enumerate(counts))
@@ -206,7 +206,7 @@ def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together
 
 def settle(
     costs: Costs, strategy: Strategy, assignment: Assignment, origin: str, expected: float
-) -> Settled | Shortage:
+) -> PricedPlan | Shortage:
     choice = owners(costs, strategy, assignment)
     if isinstance(choice, Shortage):
         if strategy.streams or strategy.shares:
@@ -216,10 +216,10 @@ def settle(
             return choice
         choice = by_block
     home, memory = choice
-    return Settled(strategy, home, (assignment,), (expected,), memory, origin, simulated=False)
+    return PricedPlan(strategy, home, (assignment,), (expected,), memory, origin, simulated=False)
 
 
-def simulated(costs: Costs, settled: Settled) -> Settled:
+def simulated(costs: Costs, settled: PricedPlan) -> PricedPlan:
     owned = costs.changed(home=settled.home)
     seconds = tuple(owned.simulate(settled.strategy, assignment).seconds for assignment in settled.assignments)
     return replace(settled, by_batch=seconds, simulated=True)

@@ -13,9 +13,9 @@ from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.errors import Unsupported
 from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
 from hydragraph.planner.assignment.equal_sequences import equally_long
-from hydragraph.planner.assignment.spread_search import Effort
+from hydragraph.planner.assignment.spread_search import SearchEffort
 from hydragraph.planner.deadline import is_late
-from hydragraph.planner.price_candidate import Settled, Shortage, form_of, held, owners, owners_by_block
+from hydragraph.planner.price_candidate import PricedPlan, Shortage, form_of, held, owners, owners_by_block
 from hydragraph.planner.state_shares import homes_of
 from hydragraph.planner.traffic_estimate import Iterations
 from hydragraph.spec.assignment import Assignment
@@ -24,7 +24,7 @@ from hydragraph.spec.strategy import Strategy
 
 T = TypeVar("T")
 
-QUICK = Effort(kicks=1, enough=2e-2)
+QUICK = SearchEffort(kicks=1, enough=2e-2)
 SIMULATED = 3
 # Maximum reassignments while a rank has too little memory.
 ROUNDS = 8
@@ -32,7 +32,7 @@ ROUNDS = 8
 FEW = 128
 
 
-class Varied:
+class MiniBatchPrices:
     """Cached times of strategies for sample mini-batches, under the home of `costs`."""
 
     def __init__(self, costs: Costs, batches: Sequence[Sequence[int]]) -> None:
@@ -40,7 +40,7 @@ class Varied:
         self.batches = tuple(tuple(batch) for batch in batches)
         self.priced: dict[Strategy, tuple[float, ...]] = {}
         self._pipelines: dict[object, PipelineCost] = {}
-        self._at_home: dict[Home, Varied] = {costs.home: self}
+        self._at_home: dict[Home, MiniBatchPrices] = {costs.home: self}
 
     def by_batch(self, strategy: Strategy, below_s: float = math.inf) -> tuple[float, ...]:
         """Return the approximate time of every mini-batch, infinite if it does not fit.
@@ -67,7 +67,7 @@ class Varied:
 
     def settle(
         self, strategy: Strategy, origin: str, home: Home | None = None, simulating: bool = True
-    ) -> Settled | Shortage:
+    ) -> PricedPlan | Shortage:
         """Choose owners, compute memory, and simulate every mini-batch with the iteration planner's assignment."""
         simulating = simulating and self.costs.ranks <= FEW
         useful = max(max(profile.util.values(), default=1) for profile in self.costs.profiles)
@@ -85,7 +85,7 @@ class Varied:
             ]
             home, memory = by_block if ends[1] < ends[0] else choice
         if home not in self._at_home:
-            self._at_home[home] = Varied(self.costs.changed(home=home), self.batches)
+            self._at_home[home] = MiniBatchPrices(self.costs.changed(home=home), self.batches)
         owned = self._at_home[home]
         ranks = range(self.costs.ranks)
         beside = 0.0
@@ -97,13 +97,13 @@ class Varied:
             memory = held(self.costs, strategy, home, runs) if runs else memory
             lacks = max(memory[rank] - self.costs.memory_of(rank) for rank in ranks)
             if lacks <= 0:
-                return Settled(strategy, home, assignments, seconds, memory, origin, simulated=simulating)
+                return PricedPlan(strategy, home, assignments, seconds, memory, origin, simulated=simulating)
             # MaxLen ignores the memory of messages and of the rest of the mini-batch.
             beside = 2 * beside + lacks
         worst = max(ranks, key=lambda rank: memory[rank] - self.costs.memory_of(rank))
         return Shortage(strategy, worst, lacks)
 
-    def settle_equally(self, strategy: Strategy) -> Settled | Shortage:
+    def settle_equally(self, strategy: Strategy) -> PricedPlan | Shortage:
         """Settle as in `settle`, but with equal work for all pipelines."""
         pipelines = self.pipelines(strategy)
         longest = min(pipeline.max_len for pipeline in pipelines)
@@ -119,7 +119,7 @@ class Varied:
         lacks = memory[worst] - costs.memory_of(worst)
         if lacks > 0:
             return Shortage(strategy, worst, lacks)
-        return Settled(strategy, costs.home, assignments, seconds, memory, "usual", simulated=simulating)
+        return PricedPlan(strategy, costs.home, assignments, seconds, memory, "usual", simulated=simulating)
 
     def _of_each(self, of: Callable[[tuple[int, ...]], T]) -> tuple[T, ...]:
         value_by_batch = {batch: of(batch) for batch in dict.fromkeys(self.batches)}
@@ -143,10 +143,10 @@ class Varied:
 
 
 def settle_best(
-    varied: Varied,
+    varied: MiniBatchPrices,
     origins: Mapping[Strategy, str],
     until: float | None,
-    known: dict[Strategy, Settled | Shortage],
+    known: dict[Strategy, PricedPlan | Shortage],
     most: int = SIMULATED,
 ) -> None:
     """Check strategies, the lowest estimate first, until `most` of them fit all mini-batches.
@@ -166,8 +166,8 @@ def settle_best(
         able += _takes_all(known[strategy])
 
 
-def _takes_all(found: Settled | Shortage) -> bool:
-    return isinstance(found, Settled) and math.isfinite(found.seconds)
+def _takes_all(found: PricedPlan | Shortage) -> bool:
+    return isinstance(found, PricedPlan) and math.isfinite(found.seconds)
 
 
 def mean(by_batch: Sequence[float]) -> float:

@@ -18,7 +18,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.planner.deadline import is_late
 from hydragraph.planner.micro_batch_sizes import cut
-from hydragraph.planner.price_candidate import NEAR_LIMIT, Settled, held, needs, owners_by_block, simulated
+from hydragraph.planner.price_candidate import NEAR_LIMIT, PricedPlan, held, needs, owners_by_block, simulated
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.pipeline import Pipeline, Stage
@@ -39,11 +39,11 @@ LEAST = 3 / 4
 
 def refined(
     costs: Costs,
-    plans: Sequence[Settled],
+    plans: Sequence[PricedPlan],
     schedules: Collection[str] = (),
     until: float | None = None,
     in_pieces: bool = True,
-) -> list[Settled]:
+) -> list[PricedPlan]:
     """Return refined plans that fit and are faster than their originals."""
     if is_late(until):
         return []
@@ -72,7 +72,7 @@ def refined(
     return further_plans
 
 
-def as_run(costs: Costs, plan: Settled) -> Settled:
+def as_run(costs: Costs, plan: PricedPlan) -> PricedPlan:
     """Return the plan with a run's micro-batches and without idle pipelines, or unchanged if that does not fit."""
     try:
         assignment, _ = cut(costs.changed(home=plan.home), plan.strategy, plan.assignments[0].lengths)
@@ -88,7 +88,7 @@ def as_run(costs: Costs, plan: Settled) -> Settled:
     return simulated(costs, replace(plan, strategy=strategy, assignments=(assignment,), memory=memory))
 
 
-def one_by_one(costs: Costs, plan: Settled) -> Settled:
+def one_by_one(costs: Costs, plan: PricedPlan) -> PricedPlan:
     """Return the plan with one sequence per micro-batch, as in deterministic runs; infinitely slow if it cannot fit."""
     if len({n for assignment in plan.assignments for n in assignment.lengths}) == 1 == len(plan.assignments):
         plan = as_run(costs, plan)
@@ -101,7 +101,7 @@ def one_by_one(costs: Costs, plan: Settled) -> Settled:
     return replace(plan, assignments=assignments, by_batch=tuple(seconds), memory=memory, simulated=True)
 
 
-def _summed_in_pieces(costs: Costs, plan: Settled) -> Strategy:
+def _summed_in_pieces(costs: Costs, plan: PricedPlan) -> Strategy:
     schedule = plan.strategy.schedule
 
     def seconds(stage: Stage, span: tuple[int, int], micro_batches: Sequence[Sequence[int]]) -> float:
@@ -121,8 +121,8 @@ def _summed_in_pieces(costs: Costs, plan: Settled) -> Strategy:
     return replace(plan.strategy, pipelines=tuple(pipelines))
 
 
-def _interleaved(costs: Costs, plan: Settled, below: float, until: float | None) -> list[Settled]:
-    faster_plans: list[Settled] = []
+def _interleaved(costs: Costs, plan: PricedPlan, below: float, until: float | None) -> list[PricedPlan]:
+    faster_plans: list[PricedPlan] = []
     for visits in VISITS:
         strategy = interleaved(plan.strategy, visits)
         if strategy is None or is_late(until) or _computing_s(costs, plan, strategy) >= below:
@@ -136,7 +136,7 @@ def _interleaved(costs: Costs, plan: Settled, below: float, until: float | None)
     return faster_plans
 
 
-def _computing_s(costs: Costs, plan: Settled, strategy: Strategy) -> float:
+def _computing_s(costs: Costs, plan: PricedPlan, strategy: Strategy) -> float:
     ends = [costs.pipelines_end(strategy, assignment) for assignment in plan.assignments]
     return math.fsum(ends) / len(ends)
 
@@ -164,11 +164,11 @@ def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
     return turns
 
 
-def _with_owners(costs: Costs, plan: Settled, strategy: Strategy, below: float) -> Iterator[Settled]:
+def _with_owners(costs: Costs, plan: PricedPlan, strategy: Strategy, below: float) -> Iterator[PricedPlan]:
     """Simulate a strategy with the plan's home, and with owners by block if these make it faster than `below`."""
 
     @cache  # called before the memory check, which takes longer
-    def tried(home: Home) -> Settled:
+    def tried(home: Home) -> PricedPlan:
         return simulated(costs, replace(plan, strategy=strategy, home=home))
 
     memory = _fitting(costs, plan, strategy)
@@ -185,14 +185,14 @@ def _with_owners(costs: Costs, plan: Settled, strategy: Strategy, below: float) 
                 yield replace(tried(home), memory=memory)
 
 
-def _faster(costs: Costs, plan: Settled, strategy: Strategy, memory: tuple[int, ...]) -> list[Settled]:
+def _faster(costs: Costs, plan: PricedPlan, strategy: Strategy, memory: tuple[int, ...]) -> list[PricedPlan]:
     if strategy == plan.strategy:
         return []
     changed = simulated(costs, replace(plan, strategy=strategy, memory=memory))
     return [changed] if changed.seconds < plan.seconds else []
 
 
-def _largest(costs: Costs, plan: Settled, until: float | None) -> tuple[Strategy, tuple[int, ...]]:
+def _largest(costs: Costs, plan: PricedPlan, until: float | None) -> tuple[Strategy, tuple[int, ...]]:
     deepest = max(len(pipeline.stages) for pipeline in plan.strategy.pipelines)
     size = -(-deepest // GROUPS)
     strategy, memory = plan.strategy, plan.memory
@@ -219,7 +219,7 @@ def _budgeted(strategy: Strategy, places: Collection[int], budget: float) -> Str
     return replace(strategy, pipelines=tuple(pipelines))
 
 
-def _fitting(costs: Costs, plan: Settled, strategy: Strategy) -> tuple[int, ...] | None:
+def _fitting(costs: Costs, plan: PricedPlan, strategy: Strategy) -> tuple[int, ...] | None:
     changes = []
     for assignment in dict.fromkeys(plan.assignments):
         before, after = (needs(costs, compared, assignment) for compared in (plan.strategy, strategy))

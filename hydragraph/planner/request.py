@@ -71,20 +71,20 @@ class PlanRequest:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanAnswer:
     choice: Choice | None
     error: Exception | None
     seconds: float
 
 
-def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
+def answer(request: PlanRequest, lengths: tuple[int, ...]) -> PlanAnswer:
     """Choose a candidate; an exception is returned in the answer."""
     began = time.perf_counter()
     try:
         choice = request.choose(lengths)
     except Exception as error:
-        return Answer(None, error, time.perf_counter() - began)
-    return Answer(choice, None, time.perf_counter() - began)
+        return PlanAnswer(None, error, time.perf_counter() - began)
+    return PlanAnswer(choice, None, time.perf_counter() - began)
 
 
 def get_ready() -> None:

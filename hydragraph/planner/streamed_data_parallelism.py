@@ -18,8 +18,8 @@ from hydragraph.cost.costs import Costs
 from hydragraph.planner.deadline import is_late
 from hydragraph.planner.generators.device_groups import nodes_of
 from hydragraph.planner.micro_batch_sizes import ANY, pipeline_costs
-from hydragraph.planner.price_candidate import Settled, Shortage, owners
-from hydragraph.planner.price_mini_batches import Varied
+from hydragraph.planner.price_candidate import PricedPlan, Shortage, owners
+from hydragraph.planner.price_mini_batches import MiniBatchPrices
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.pipeline import GRADIENTS, Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
@@ -30,16 +30,16 @@ SIMULATED = 3
 LEAST_S = 1e-12  # of a mini-batch
 
 
-def streamed(costs: Costs, workload: Workload, below_s: float, until: float | None) -> list[Settled | Shortage]:
+def streamed(costs: Costs, workload: Workload, below_s: float, until: float | None) -> list[PricedPlan | Shortage]:
     """Return simulated strategies that stream, and the shortages of those that do not fit.
 
     Args:
         below_s: strategies expected to take at least this long are skipped; infinite if no plan is known.
         until: deadline, ignored while no plan is known.
     """
-    varied = Varied(costs, workload.batches)
-    outcomes: list[Settled | Shortage] = []
-    fitting: list[tuple[float, Strategy, Settled]] = []
+    varied = MiniBatchPrices(costs, workload.batches)
+    outcomes: list[PricedPlan | Shortage] = []
+    fitting: list[tuple[float, Strategy, PricedPlan]] = []
     for strategy in _strategies(costs):
         if is_late(until) and math.isfinite(below_s):
             break
@@ -59,13 +59,13 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
             break
         one = _without_idle(varied, varied.settle(strategy, "streamed", settled.home))
         outcomes.append(one)
-        if isinstance(one, Settled) and math.isfinite(one.seconds):
+        if isinstance(one, PricedPlan) and math.isfinite(one.seconds):
             able += 1
             below_s = min(below_s, one.seconds)
     return outcomes
 
 
-def _without_idle(varied: Varied, found: Settled | Shortage) -> Settled | Shortage:
+def _without_idle(varied: MiniBatchPrices, found: PricedPlan | Shortage) -> PricedPlan | Shortage:
     if isinstance(found, Shortage) or not math.isfinite(found.seconds):
         return found
     runs = [
@@ -84,7 +84,7 @@ def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
     larger = costs.changed(cluster=replace(costs.cluster, devices=devices))
     every = [strategy for strategy in _strategies(larger) if strategy.pipelines[0].stages[0].stream is True]
     last = max(every, key=lambda s: (s.pipelines[0].stages[0].tp, s.pipelines[0].stages[0].kind), default=None)
-    return last is not None and isinstance(_least(larger, last, longest), Settled)
+    return last is not None and isinstance(_least(larger, last, longest), PricedPlan)
 
 
 def groups_by_kind(costs: Costs) -> Iterator[tuple[StageKind, list[tuple[int, ...]]]]:
@@ -109,12 +109,12 @@ def _strategies(costs: Costs) -> Iterator[Strategy]:
             yield Strategy(tuple(Pipeline((stage,)) for stage in stages))
 
 
-def _least(costs: Costs, strategy: Strategy, longest: int) -> Settled | Shortage:
+def _least(costs: Costs, strategy: Strategy, longest: int) -> PricedPlan | Shortage:
     assignment = Assignment.even([1] * len(strategy.pipelines), longest)
     choice = owners(costs, strategy, assignment)
     if isinstance(choice, Shortage):
         return choice
-    return Settled(strategy, choice[0], (assignment,), (math.inf,), choice[1], "streamed", simulated=False)
+    return PricedPlan(strategy, choice[0], (assignment,), (math.inf,), choice[1], "streamed", simulated=False)
 
 
 def computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:

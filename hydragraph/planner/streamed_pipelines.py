@@ -15,8 +15,8 @@ import numpy as np
 
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.deadline import is_late
-from hydragraph.planner.price_candidate import Settled, Shortage, owners_by_block
-from hydragraph.planner.price_mini_batches import Varied
+from hydragraph.planner.price_candidate import PricedPlan, Shortage, owners_by_block
+from hydragraph.planner.price_mini_batches import MiniBatchPrices
 from hydragraph.planner.streamed_data_parallelism import (
     SIMULATED,
     computing_s,
@@ -33,10 +33,10 @@ from hydragraph.spec.training_workload import Workload
 
 def streamed_pipelines(
     costs: Costs, workload: Workload, below_s: float, until: float | None
-) -> list[Settled | Shortage]:
+) -> list[PricedPlan | Shortage]:
     """Return simulated pipelines of several streaming stages, and shortages; for the arguments, see `streamed`."""
-    varied = Varied(costs, workload.batches)
-    outcomes: list[Settled | Shortage] = []
+    varied = MiniBatchPrices(costs, workload.batches)
+    outcomes: list[PricedPlan | Shortage] = []
     able = 0
     expected = {strategy: _expected_s(costs, strategy, workload) for strategy in _strategies(costs)}
     for strategy in sorted(expected, key=expected.__getitem__):
@@ -48,7 +48,7 @@ def streamed_pipelines(
             continue
         settled = varied.settle(strategy, "streamed", chosen[0])
         outcomes.append(settled)
-        if isinstance(settled, Settled) and math.isfinite(settled.seconds):
+        if isinstance(settled, PricedPlan) and math.isfinite(settled.seconds):
             able += 1
             below_s = min(below_s, settled.seconds)
     return outcomes

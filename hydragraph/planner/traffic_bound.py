@@ -36,7 +36,7 @@ def bytes_by_block(costs: Costs) -> tuple[Floats, Floats]:
     return weights, gradients
 
 
-class Cards:
+class CardBound:
     """Lower bound from nodes' network cards and blocks' bytes."""
 
     def __init__(self, costs: Costs) -> None:

@@ -23,7 +23,7 @@ from hydragraph.cost.costed_work import CostedWork
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.schedule_replay import replayed
 from hydragraph.cost.stage_costs import stage_rows
-from hydragraph.cost.traffic import Roads
+from hydragraph.cost.traffic import RankLinks
 from hydragraph.ir.instruction import Op
 from hydragraph.planner.price_candidate import form_of
 from hydragraph.spec.assignment import Assignment
@@ -82,7 +82,7 @@ def _passing(
         group[list(stage)] = number
     idle = np.flatnonzero(group < 0)
     group[idle] = int(group.max(initial=-1)) + 1 + np.arange(len(idle))
-    roads = Roads(costs.cluster, group, np.array([work.handling(rank) for rank in range(costs.ranks)]))
+    roads = RankLinks(costs.cluster, group, np.array([work.handling(rank) for rank in range(costs.ranks)]))
     cuts = sorted({end for p in strategy.pipelines for _, end in costs.spans(p)})
     users = dict(costs.outline.buckets)
     slowest_by_form: dict[object, tuple[float, ...]] = {}

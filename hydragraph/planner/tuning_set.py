@@ -10,7 +10,7 @@ import numpy as np
 
 from hydragraph.cost.measured_profile import Scheme
 from hydragraph.cost.schemes import Schemes
-from hydragraph.planner.assignment.local_search import Floats, Instance, quick_end
+from hydragraph.planner.assignment.local_search import AssignmentArrays, Floats, quick_end
 from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 Strategy = tuple[Scheme, ...]
@@ -62,7 +62,7 @@ class TuningSet:
         reach = self.reach(strategy)
         return np.array(
             [
-                quick_end(Instance(problem.cost, problem.lengths, kind_of, problem.terms))
+                quick_end(AssignmentArrays(problem.cost, problem.lengths, kind_of, problem.terms))
                 if problem is not None and longest <= reach
                 else np.inf
                 for problem, longest in zip(tables.problems, self.longest, strict=True)

@@ -29,7 +29,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Mark:
+class ChartMark:
     x: float
     title: str
     style: str
@@ -48,7 +48,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def line_chart(
-    label: str, series: Sequence[Series], y_name: str, show: Show, zero: bool = False, marks: Sequence[Mark] = ()
+    label: str, series: Sequence[Series], y_name: str, show: Show, zero: bool = False, marks: Sequence[ChartMark] = ()
 ) -> Markup:
     """Return a chart over steps, with a legend.
 

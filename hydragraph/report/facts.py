@@ -29,7 +29,7 @@ class TimeBar(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lane:
+class TimelineLane:
     """Timeline of one rank, or of several ranks with equal bars.
 
     Attributes:
@@ -53,7 +53,7 @@ class IterationView:
 
     title: str
     seconds: float
-    lanes: tuple[Lane, ...]
+    lanes: tuple[TimelineLane, ...]
     critical: tuple[PathStep, ...] = ()
     note: str = ""
 
@@ -130,7 +130,7 @@ class Diagram:
 
 
 @dataclass(frozen=True)
-class Contender:
+class ComparedStrategy:
     """A row of the comparison of strategies.
 
     Attributes:
@@ -150,7 +150,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Panel:
+class StrategyPanel:
     name: str
     courses: tuple[IterationView, ...] = ()
     diagram: Diagram | None = None
@@ -161,7 +161,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Happened:
+class RankChanges:
     """Departures, slowdowns and returns of a run's ranks, and their costs.
 
     Attributes:
@@ -198,9 +198,9 @@ class ReportContents:
     title: str
     source: tuple[str, ...]
     facts: tuple[Fact, ...] = ()
-    contenders: tuple[Contender, ...] = ()
-    panels: tuple[Panel, ...] = ()
+    contenders: tuple[ComparedStrategy, ...] = ()
+    panels: tuple[StrategyPanel, ...] = ()
     steps: tuple[Metrics, ...] = ()
-    happened: Happened | None = None
+    happened: RankChanges | None = None
     against: RunComparison | None = None
     words: tuple[str, ...] = ()

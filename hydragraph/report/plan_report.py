@@ -9,14 +9,14 @@ from typing import Any
 
 from hydragraph.report import number_format
 from hydragraph.report.device_diagram import diagram_of
-from hydragraph.report.facts import Contender, Diagram, Fact, Panel, RankMemory, ReportContents
+from hydragraph.report.facts import ComparedStrategy, Diagram, Fact, RankMemory, ReportContents, StrategyPanel
 from hydragraph.report.memory_held import most_memory
 from hydragraph.spec.strategy import Strategy
 
 MOST_RIVALS = 5
 
 
-def plan_report(title: str, record: Mapping[str, Any], simulated: Panel | None = None) -> ReportContents:
+def plan_report(title: str, record: Mapping[str, Any], simulated: StrategyPanel | None = None) -> ReportContents:
     """Return the report of a plan's JSON record; `simulated` adds a timeline.
 
     Raises:
@@ -31,18 +31,18 @@ def plan_report(title: str, record: Mapping[str, Any], simulated: Panel | None =
         ) from error
 
 
-def _report(title: str, record: Mapping[str, Any], simulated: Panel | None) -> ReportContents:
+def _report(title: str, record: Mapping[str, Any], simulated: StrategyPanel | None) -> ReportContents:
     if len({len(record[name]) for name in ("nodes", "types", "rates", "memory", "limits")}) != 1:
         raise KeyError("nodes, types, rates, memory and limits of every rank")
     strategy = Strategy.from_dict(record["pipelines"])
     own = _held(record)
-    shown = simulated or Panel(strategy.name, held=own)
+    shown = simulated or StrategyPanel(strategy.name, held=own)
     shown = replace(shown, name=strategy.name, diagram=_diagram(strategy, record))
     rivals = [(Strategy.from_dict(rival["pipelines"]), rival) for rival in record["rivals"][:MOST_RIVALS]]
-    drawn = tuple(Panel(rival.name, diagram=_diagram(rival, record)) for rival, _ in rivals)
+    drawn = tuple(StrategyPanel(rival.name, diagram=_diagram(rival, record)) for rival, _ in rivals)
     contenders = (
-        Contender(strategy.name, record["seconds"], None, tuple(record["micro_batches"]), origin=_found(record)),
-        *(Contender(r["strategy"], r["seconds"], why=r["why"], origin=_found(r)) for r in record["rivals"]),
+        ComparedStrategy(strategy.name, record["seconds"], None, tuple(record["micro_batches"]), origin=_found(record)),
+        *(ComparedStrategy(r["strategy"], r["seconds"], why=r["why"], origin=_found(r)) for r in record["rivals"]),
     )
     hint = () if simulated else ("hydragraph plan --report adds the plan's timeline, memory and traffic",)
     source = tuple(filter(None, (record["source"], *hint)))

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from hydragraph.report import number_format
-from hydragraph.report.facts import Fact, Happened
+from hydragraph.report.facts import Fact, RankChanges
 from hydragraph.train.goodput import WallTime, account
 from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import RunEvent, seconds_of
 
 
-def happened(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Happened | None:
+def happened(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> RankChanges | None:
     """Return the events, in order of time, and their costs; None if checkpoints are the only events."""
     if all(event.event == "saved" for event in events):
         return None
     wall_time = account(metrics, events)
-    return Happened(
+    return RankChanges(
         begin_s=seconds_of(metrics[0].time or events[0].time),
         events=tuple(event for event in events if event.event != "saved"),
         counts=_counts(metrics, events),

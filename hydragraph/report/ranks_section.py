@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from hydragraph.report import number_format
-from hydragraph.report.charts import Mark, Series, line_chart
-from hydragraph.report.facts import Happened
+from hydragraph.report.charts import ChartMark, Series, line_chart
+from hydragraph.report.facts import RankChanges
 from hydragraph.report.markup import Markup, join, row, section, table, tag
 from hydragraph.train.stragglers.run_events import RunEvent
 
@@ -33,25 +33,25 @@ _PART_STYLES = ("full", "paused", "lost", "slower")
 MOST_ROWS = 40
 
 
-def marks_of(happened: Happened) -> tuple[Mark, ...]:
+def marks_of(happened: RankChanges) -> tuple[ChartMark, ...]:
     """Return one mark per step, in the color of the step's first event."""
     by_step: dict[int, list[RunEvent]] = {}
     for event in happened.events:
         if event.event in _IN_CHARTS and event.done:
             by_step.setdefault(event.step, []).append(event)
     return tuple(
-        Mark(step, "\n".join([f"after step {step:,}", *map(_words, events)]), _STYLES[events[0].event])
+        ChartMark(step, "\n".join([f"after step {step:,}", *map(_words, events)]), _STYLES[events[0].event])
         for step, events in by_step.items()
     )
 
 
-def mark_keys(marks: Sequence[Mark]) -> Markup | None:
+def mark_keys(marks: Sequence[ChartMark]) -> Markup | None:
     used = {mark.style for mark in marks}
     keys = [tag("span", tag("i", class_=f"key head {style}"), name) for style, name in _KEYS.items() if style in used]
     return tag("div", keys, class_="legend keys") if keys else None
 
 
-def ranks_section(happened: Happened) -> Markup:
+def ranks_section(happened: RankChanges) -> Markup:
     chart = None
     if happened.counts:
         steps = [(float(x), float(n)) for (first, n), (end, _) in pairwise(happened.counts) for x in (first, end)]
@@ -62,7 +62,7 @@ def ranks_section(happened: Happened) -> Markup:
     return section("ranks", "Ranks", intro, tag("div", parts, class_="charts"), _table(happened))
 
 
-def _time(happened: Happened) -> Markup | None:
+def _time(happened: RankChanges) -> Markup | None:
     whole = sum(seconds for _, seconds in happened.parts)
     if not whole:
         return None
@@ -81,7 +81,7 @@ def _time(happened: Happened) -> Markup | None:
     return tag("figure", caption, tag("div", bars, class_="spent", role="img", aria_label="wall time"), table)
 
 
-def _table(happened: Happened) -> Markup:
+def _table(happened: RankChanges) -> Markup:
     heads = ("step", "after", "what", "ranks", "took", "steps undone", "moved", "why")
     left = ("what", "ranks", "why")
     rows = [_row(event, event.at - happened.begin_s) for event in happened.events]

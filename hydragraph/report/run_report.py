@@ -9,7 +9,7 @@ from statistics import median
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.trace_file import Trace, TracedStep
 from hydragraph.report import number_format
-from hydragraph.report.facts import WAITED, Contender, Fact, Panel, ReportContents
+from hydragraph.report.facts import WAITED, ComparedStrategy, Fact, ReportContents, StrategyPanel
 from hydragraph.report.measured_beside_predicted import compare
 from hydragraph.report.rank_changes import cost_facts, happened
 from hydragraph.report.simulation_price import PricedStrategy
@@ -81,7 +81,7 @@ def _strategies(metrics: Sequence[Metrics]) -> str:
     return "one strategy" if count == 1 else f"{count} strategies"
 
 
-def _contenders(metrics: Sequence[Metrics]) -> tuple[Contender, ...]:
+def _contenders(metrics: Sequence[Metrics]) -> tuple[ComparedStrategy, ...]:
     contenders = []
     for name in dict.fromkeys(m.strategy for m in metrics):
         own = [m for m in metrics if m.strategy == name]
@@ -91,12 +91,14 @@ def _contenders(metrics: Sequence[Metrics]) -> tuple[Contender, ...]:
         shares = tuple(zip(("waits: pull", "push", "p2p"), (seconds / whole for seconds in waits), strict=True))
         seconds = median(m.seconds for m in warm)
         rate = median(m.tokens_per_s for m in warm)
-        contenders.append(Contender(name, seconds, rate, own[-1].micro_batches, shares, origin=f"{len(own)} steps"))
+        contenders.append(
+            ComparedStrategy(name, seconds, rate, own[-1].micro_batches, shares, origin=f"{len(own)} steps")
+        )
     contenders.sort(key=lambda row: -(row.tokens_per_s or 0.0))
     return (contenders[0], *(replace(row, why=_slower(row, contenders[0])) for row in contenders[1:]))
 
 
-def _slower(row: Contender, best: Contender) -> str:
+def _slower(row: ComparedStrategy, best: ComparedStrategy) -> str:
     longer = (best.tokens_per_s or 0.0) / (row.tokens_per_s or 1.0)
     waited = sum(part for _, part in row.shares) * longer - sum(part for _, part in best.shares)
     text = f"takes {longer - 1:.1%} longer per token" if longer < 2 else f"takes {longer:.2g} × as long per token"
@@ -110,7 +112,7 @@ def _slower(row: Contender, best: Contender) -> str:
     )
 
 
-def _panel(costs: Costs, trace: Trace, step: TracedStep) -> Panel:
+def _panel(costs: Costs, trace: Trace, step: TracedStep) -> StrategyPanel:
     strategy = Strategy.parse(step.strategy, costs.outline.layers)
     simulated = PricedStrategy(strategy, step.assignment, costs.simulate(strategy, step.assignment))
     simulated_panel = panel(costs, simulated)

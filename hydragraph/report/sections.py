@@ -12,14 +12,14 @@ from hydragraph.report.facts import (
     KINDS,
     MOVED,
     WAITED,
-    Contender,
+    ComparedStrategy,
     Diagram,
     DiagramStage,
     IterationView,
     Matrix,
-    Panel,
     RankMemory,
     ReportContents,
+    StrategyPanel,
 )
 from hydragraph.report.markup import Content, Markup, join, section, table, tag
 from hydragraph.report.markup import row as table_row
@@ -110,7 +110,7 @@ def _strategies(report: ReportContents) -> Markup:
     return section("strategies", "Strategies", f"{intro} {more}".strip(), shown)
 
 
-def _strategy_row(i: int, row: Contender, fastest: float, kept: Sequence[int]) -> Markup:
+def _strategy_row(i: int, row: ComparedStrategy, fastest: float, kept: Sequence[int]) -> Markup:
     mark = tag("span", "best", class_="badge") if not row.why else str(i + 1)
     bar = tag("i", class_="bar", style=f"width:{100 * fastest / row.seconds:.0f}%") if row.seconds else None
     why = join(row.why or "–", tag("small", row.origin) if row.origin else None)
@@ -139,7 +139,7 @@ def _panels(report: ReportContents) -> Markup:
     return tag("section", tag("h2", "Timeline, memory and traffic"), tabs, panels, id="details")
 
 
-def _panel(number: int, panel: Panel, tabbed: bool) -> Markup:
+def _panel(number: int, panel: StrategyPanel, tabbed: bool) -> Markup:
     parts: list[Content] = [tag("h3", tag("code", panel.name), class_="panel-name")]
     if panel.diagram is not None:
         intro = f"The layers that each device computes. {panel.diagram.note}"

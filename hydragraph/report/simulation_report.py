@@ -9,7 +9,7 @@ from hydragraph.ir.instruction import Stream
 from hydragraph.report import number_format
 from hydragraph.report.bytes_moved import matrices
 from hydragraph.report.device_diagram import diagram
-from hydragraph.report.facts import Contender, Fact, Panel, ReportContents
+from hydragraph.report.facts import ComparedStrategy, Fact, ReportContents, StrategyPanel
 from hydragraph.report.memory_held import held, most_memory
 from hydragraph.report.simulation_price import PricedStrategy
 from hydragraph.report.timelines import simulated_course
@@ -26,10 +26,10 @@ def simulation_report(title: str, costs: Costs, simulated: Sequence[PricedStrate
     return ReportContents("simulation", title, (source,), facts(costs, best, panels[0]), contenders, panels)
 
 
-def panel(costs: Costs, simulated: PricedStrategy) -> Panel:
+def panel(costs: Costs, simulated: PricedStrategy) -> StrategyPanel:
     strategy, timeline = simulated.strategy, simulated.timeline
     memory, note = held(costs, timeline)
-    return Panel(
+    return StrategyPanel(
         strategy.name,
         (simulated_course(timeline),),
         diagram(strategy, costs.cluster, costs.health),
@@ -40,7 +40,7 @@ def panel(costs: Costs, simulated: PricedStrategy) -> Panel:
     )
 
 
-def facts(costs: Costs, best: PricedStrategy, shown: Panel) -> tuple[Fact, ...]:
+def facts(costs: Costs, best: PricedStrategy, shown: StrategyPanel) -> tuple[Fact, ...]:
     timeline = best.timeline
     by_kind = timeline.critical_path.by_kind
     kind, most = next(iter(by_kind.items()), ("", 0.0))
@@ -54,12 +54,12 @@ def facts(costs: Costs, best: PricedStrategy, shown: Panel) -> tuple[Fact, ...]:
     )
 
 
-def contender(simulated: PricedStrategy, best: PricedStrategy) -> Contender:
+def contender(simulated: PricedStrategy, best: PricedStrategy) -> ComparedStrategy:
     busy = simulated.busy()
     waits = ((Stream.PULL, "waits: pull"), (Stream.PUSH, "push"), (Stream.P2P, "p2p"))
     shares = [("busy", sum(busy) / len(busy))]
     shares += [(name, simulated.exposed_s(stream) / simulated.seconds) for stream, name in waits]
-    return Contender(
+    return ComparedStrategy(
         simulated.strategy.name,
         simulated.seconds,
         simulated.tokens_per_s,

@@ -10,7 +10,7 @@ from typing import Any
 
 from hydragraph.cost.critical_path import PathStep
 from hydragraph.report import number_format
-from hydragraph.report.facts import KINDS, STREAMS, IterationView, Lane, TimeBar
+from hydragraph.report.facts import KINDS, STREAMS, IterationView, TimeBar, TimelineLane
 from hydragraph.report.markup import Content, Markup, tag
 
 TICKS = 1e9
@@ -98,7 +98,7 @@ def _critical(step: PathStep, top: float, seconds: float) -> Markup:
     )
 
 
-def _lane(lane: Lane, top: float, seconds: float) -> Markup:
+def _lane(lane: TimelineLane, top: float, seconds: float) -> Markup:
     name = number_format.named_ranks(lane.ranks, 2)
     shapes: list[Content] = [tag("text", name, x=0, y=top + 14)]
     scale = (WIDTH - LABEL) / seconds if seconds else 0.0

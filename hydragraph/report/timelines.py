@@ -19,7 +19,7 @@ from hydragraph.cost.timeline import Timeline
 from hydragraph.cost.trace_file import TraceEvent
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.instruction_text import parse_instruction
-from hydragraph.report.facts import STREAMS, IterationView, Lane, TimeBar
+from hydragraph.report.facts import STREAMS, IterationView, TimeBar, TimelineLane
 
 # Maximum bars, so that pages are smaller than 5 MB.
 MOST_BARS = 24_000
@@ -57,7 +57,7 @@ def simulated_course(timeline: Timeline) -> IterationView:
         first = timeline.actors[actors[0]]
         ranks = tuple(sorted(rank for a in actors for rank in timeline.actors[a].ranks))
         bars = simulated_bars(first, timeline.times[actors[0]])
-        lanes.append(Lane(ranks, _roles([timeline.actors[a] for a in actors]), bars))
+        lanes.append(TimelineLane(ranks, _roles([timeline.actors[a] for a in actors]), bars))
     merged, note = _fewer(lanes, timeline.seconds)
     if len(timeline.actor_of) <= EVERY:
         alone = (replace(lane, ranks=(rank,)) for lane in merged for rank in lane.ranks)
@@ -71,7 +71,7 @@ def measured_course(title: str, ranks: Sequence[Sequence[TraceEvent]]) -> Iterat
     first = min((event.begin for events in ranks for event in events), default=0.0)
     last = max((event.end for events in ranks for event in events), default=0.0)
     lanes = [
-        Lane((rank,), "", _by_stream(sorted(_measured(events, first), key=lambda pair: pair[1].begin)))
+        TimelineLane((rank,), "", _by_stream(sorted(_measured(events, first), key=lambda pair: pair[1].begin)))
         for rank, events in _spread(list(enumerate(ranks)), MOST_LANES)
     ]
     merged, note = _fewer(lanes, last - first)
@@ -153,7 +153,7 @@ def _roles(actors: Sequence[Actor]) -> str:
     return f"{named}, stage {stages[0]}" if len(stages) == 1 else f"{named}, several stages"
 
 
-def _fewer(lanes: Sequence[Lane], seconds: float) -> tuple[list[Lane], str]:
+def _fewer(lanes: Sequence[TimelineLane], seconds: float) -> tuple[list[TimelineLane], str]:
     if _count(lanes) <= MOST_BARS:
         return list(lanes), ""
     merged = _merged(lanes, merged_blocks)
@@ -166,12 +166,12 @@ def _fewer(lanes: Sequence[Lane], seconds: float) -> tuple[list[Lane], str]:
     return merged, f"Bars that are closer than {tick / 2 / seconds:.2%} of the iteration are merged into one."
 
 
-def _count(lanes: Sequence[Lane]) -> int:
+def _count(lanes: Sequence[TimelineLane]) -> int:
     return sum(len(bars) for lane in lanes for bars in lane.bars)
 
 
-def _merged(lanes: Sequence[Lane], merge: Merge) -> list[Lane]:
-    return [Lane(lane.ranks, lane.what, tuple(tuple(merge(bars)) for bars in lane.bars)) for lane in lanes]
+def _merged(lanes: Sequence[TimelineLane], merge: Merge) -> list[TimelineLane]:
+    return [TimelineLane(lane.ranks, lane.what, tuple(tuple(merge(bars)) for bars in lane.bars)) for lane in lanes]
 
 
 def merged_blocks(bars: Sequence[TimeBar]) -> Iterator[TimeBar]:

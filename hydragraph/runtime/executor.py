@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from hydragraph.cluster.communicators import Channel, Groups
-from hydragraph.cluster.failure.rank_watch import Watch, agreed
+from hydragraph.cluster.failure.rank_watch import RankWatch, agreed
 from hydragraph.cluster.message_in_flight import Message
 from hydragraph.ir.hidden_state import hidden_dtype, hidden_size, loss_dtype
 from hydragraph.ir.instruction import Instruction, Op, Stream
@@ -32,17 +32,17 @@ from hydragraph.private.argument_trees import tree_leaves
 from hydragraph.runtime.buffers import AHEAD, Buffers
 from hydragraph.runtime.exchange import Transfer
 from hydragraph.runtime.home_state import HomeState
-from hydragraph.runtime.host_copies import Copied, copy_to_host, storage_address
-from hydragraph.runtime.instruction_trace import Exposed, RankTimes, Timing
+from hydragraph.runtime.host_copies import CopiedTensors, copy_to_host, storage_address
+from hydragraph.runtime.instruction_trace import ExposedSeconds, RankTimes, Timing
 from hydragraph.runtime.pending_work import Finish, Pending
 from hydragraph.runtime.prepared_programs import Prepared, shard_view
-from hydragraph.runtime.rounded_weights import Rounded
+from hydragraph.runtime.rounded_weights import RoundedWeights
 from hydragraph.runtime.saved_views import let_go, restored
-from hydragraph.runtime.sequence_sums import Scored
+from hydragraph.runtime.sequence_sums import ScoredSequences
 from hydragraph.runtime.speed_probe import ProbeResult
 from hydragraph.runtime.state_agreement import ProgressLog
 from hydragraph.runtime.streams import DeviceStreams, Mark, streams_of
-from hydragraph.runtime.thread_times import Scheduled, unknown
+from hydragraph.runtime.thread_times import ThreadTimes, unknown
 
 _ROW = 1024
 # Stream that produces each kind of value; other kinds arrive as messages.
@@ -93,9 +93,9 @@ class _Iteration:
     collectives: Any
     timing: Timing
     aux_buffers: Mapping[str, Tensor]
-    scored: Scored | None
+    scored: ScoredSequences | None
     values: dict[Value, Any] = field(default_factory=dict)
-    arriving: dict[Value, Pending | Copied] = field(default_factory=dict)  # also outgoing messages
+    arriving: dict[Value, Pending | CopiedTensors] = field(default_factory=dict)  # also outgoing messages
     serving: dict[Value, Pending] = field(default_factory=dict)  # pulls in which this rank only sends
     pushing: dict[Value, Pending] = field(default_factory=dict)
     pushed: bool = False
@@ -124,10 +124,10 @@ class Executor:
         program: Program,
         home: HomeState,
         groups: Groups,
-        watch: Watch,
+        watch: RankWatch,
         device: torch.device,
         streams: DeviceStreams | None = None,
-        rounded: Rounded | None = None,
+        rounded: RoundedWeights | None = None,
         log: ProgressLog | None = None,
         deterministic: bool = False,
     ) -> None:
@@ -143,7 +143,7 @@ class Executor:
         self.before: Callable[[Instruction], None] | None = None
         self.probe: Callable[[], ProbeResult] | None = None
         self.beside: ConcurrentWork | None = None
-        self._scheduled = Scheduled() if device.type == "cpu" else unknown
+        self._scheduled = ThreadTimes() if device.type == "cpu" else unknown
         self._buffers = Buffers(device, self.streams)
         self._aux = program.templates[program.aux.template]
         self._aux_graph = bind_graph(self._aux.graph, device)
@@ -163,7 +163,7 @@ class Executor:
         aux_buffers: Mapping[str, Tensor],
         timing: Timing,
         says: Callable[[], tuple[int, ...]] = lambda: (0,) * SAYS,
-        scored: Scored | None = None,
+        scored: ScoredSequences | None = None,
     ) -> IterationOutcome:
         """Run one iteration.
 
@@ -409,7 +409,7 @@ class Executor:
             self.streams.wait(computed)
             it.timing.started(leaving)
             it.values[host] = copy_to_host(kept, it.staying.pop(value))
-            it.arriving[leaving] = Copied(self.streams, self.streams.mark(), kept)
+            it.arriving[leaving] = CopiedTensors(self.streams, self.streams.mark(), kept)
 
     def _fetch(self, it: _Iteration, instruction: Instruction) -> None:
         (host,) = instruction.reads
@@ -420,7 +420,7 @@ class Executor:
             self.streams.wait(free)
             it.timing.started(back)
             kept = it.values[host].fetch(room)
-            it.arriving[back] = Copied(self.streams, self.streams.mark(), kept)
+            it.arriving[back] = CopiedTensors(self.streams, self.streams.mark(), kept)
 
     def _total(self, it: _Iteration, backward: Instruction, name: str) -> tuple[Tensor, float]:
         """Return a parameter's gradient buffer, and the factor for its current content: 0.0 at first, then 1.0."""
@@ -593,7 +593,9 @@ class Executor:
         by_rank = totals[at:end].view(rows.shape).tolist()
         said_by = tuple(tuple(map(int, rank_row[:SAYS])) for rank_row in by_rank)
         spent = (rank_row[SAYS:] for rank_row in by_rank)
-        ranks = tuple(RankTimes(times[0], Exposed(*times[1:5]), tuple(times[8:]), *times[5:8]) for times in spent)
+        ranks = tuple(
+            RankTimes(times[0], ExposedSeconds(*times[1:5]), tuple(times[8:]), *times[5:8]) for times in spent
+        )
         finite = bool(torch.isfinite(totals).all())
         return IterationOutcome(loss / it.divisor, square**0.5, finite, ranks, said_by, totals[end:].view(scores.shape))
 

@@ -38,7 +38,7 @@ class HostCopy:
 
 
 @dataclass(frozen=True, eq=False)
-class Copied:
+class CopiedTensors:
     """Tensors that another stream copies; a call makes the current stream wait for the copy and returns the tensors."""
 
     streams: DeviceStreams

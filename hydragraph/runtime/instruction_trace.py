@@ -14,7 +14,7 @@ from hydragraph.runtime.streams import Clock, Reading
 
 
 @dataclass(frozen=True)
-class Exposed:
+class ExposedSeconds:
     """Seconds for which a step waited for weights, gradients, activations, and copies to and from host memory."""
 
     pull: float = 0.0
@@ -36,7 +36,7 @@ class RankTimes:
     """
 
     seconds: float
-    exposed: Exposed
+    exposed: ExposedSeconds
     own: tuple[float, ...] = ()
     ran: float = 0.0
     queued: float = 0.0
@@ -48,9 +48,9 @@ class RankTimes:
         return self.seconds - exposed.pull - exposed.push - exposed.p2p - exposed.offload
 
 
-def mean_exposed(ranks: Sequence[RankTimes]) -> Exposed:
+def mean_exposed(ranks: Sequence[RankTimes]) -> ExposedSeconds:
     kinds = (astuple(times.exposed) for times in ranks)
-    return Exposed(*(sum(kind) / len(ranks) for kind in zip(*kinds, strict=True)))
+    return ExposedSeconds(*(sum(kind) / len(ranks) for kind in zip(*kinds, strict=True)))
 
 
 class Timing:
@@ -79,11 +79,11 @@ class Timing:
         self._offset = time.time() - time.perf_counter()  # hosts share only the wall clock
 
     @property
-    def exposed(self) -> Exposed:
+    def exposed(self) -> ExposedSeconds:
         waited = dict.fromkeys(Stream, 0.0)
         for stream, began, ended in self._waits:
             waited[stream] += self._clock.seconds(ended) - self._clock.seconds(began)
-        return Exposed(*(waited[stream] for stream in (Stream.PULL, Stream.PUSH, Stream.P2P, Stream.OFFLOAD)))
+        return ExposedSeconds(*(waited[stream] for stream in (Stream.PULL, Stream.PUSH, Stream.P2P, Stream.OFFLOAD)))
 
     @property
     def times(self) -> RankTimes:

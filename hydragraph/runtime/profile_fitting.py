@@ -2,7 +2,7 @@
 
 The fit minimizes the micro-batches' relative errors, weighted by time. Each number of tokens is measured as one
 sequence and as several sequences, whose times differ only in the quadratic part. For each attention window
-or chunk size, the fit has a column with the number of token pairs (`Reach.pairs`).
+or chunk size, the fit has a column with the number of token pairs (`AttentionReach.pairs`).
 
 Formulas of Hydraulis -> functions:
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, PricedDevice
 from hydragraph.cost.measured_profile import Profile, Scheme
-from hydragraph.cost.reach import WHOLE, Reach, ordered
+from hydragraph.cost.reach import WHOLE, AttentionReach, ordered
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy_text import regular_pipeline
@@ -82,7 +82,7 @@ class CurveFit:
 
 
 def fit_work(
-    micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], reaches: Collection[Reach] = (WHOLE,)
+    micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], reaches: Collection[AttentionReach] = (WHOLE,)
 ) -> CurveFit:
     """Fit the cost of micro-batches.
 
@@ -161,7 +161,7 @@ def micro_batches(counts: Sequence[int], parts: int = 4) -> tuple[tuple[int, ...
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTemplate:
     """Measurement of one template in one kind of stage.
 
     Attributes:
@@ -172,7 +172,7 @@ class Measured:
     piece: BlockPiece
     seconds: tuple[float, ...]
     forward: tuple[float, ...]
-    reaches: frozenset[Reach]
+    reaches: frozenset[AttentionReach]
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Measurements:
     """Measurements of one kind of stage, by template."""
 
     rows: tuple[Lengths, ...]
-    times: dict[str, Measured]
+    times: dict[str, MeasuredTemplate]
 
     def total(self, templates: Sequence[str]) -> list[float]:
         """Return, by micro-batch, the total seconds of consecutive blocks and the aux graph."""
@@ -259,7 +259,7 @@ def _attends(piece: BlockPiece) -> bool:
     return any(curve.a or curve.near for curve in (piece.forward, piece.backward))
 
 
-def _fitted(measured: Measured, rows: Sequence[Lengths]) -> BlockPiece:
+def _fitted(measured: MeasuredTemplate, rows: Sequence[Lengths]) -> BlockPiece:
     # Noise may make the backward's time negative.
     rest = [max(whole - part, 1e-9) for whole, part in zip(measured.seconds, measured.forward, strict=True)]
     forward, backward = (fit_work(rows, seconds, measured.reaches).constants for seconds in (measured.forward, rest))
@@ -291,7 +291,7 @@ def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]
     return notes
 
 
-def _features(micro_batches: Sequence[Sequence[int]], limited: Sequence[Reach] = ()) -> NDArray[np.float64]:
+def _features(micro_batches: Sequence[Sequence[int]], limited: Sequence[AttentionReach] = ()) -> NDArray[np.float64]:
     rows = [
         [sum(n * n for n in m), sum(m), 1.0, *(sum(map(reach.pairs, m)) for reach in limited)] for m in micro_batches
     ]

@@ -29,9 +29,9 @@ from hydragraph.cost.datasheet import reaches_of
 from hydragraph.cost.graph_footprint import aux_lines, held_by
 from hydragraph.cost.measured_profile import Profile, Scheme
 from hydragraph.cost.model_sizes import ModelSizes
-from hydragraph.cost.reach import Reach
+from hydragraph.cost.reach import AttentionReach
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
-from hydragraph.frontend.packed_batch import Draws, pack
+from hydragraph.frontend.packed_batch import DropoutNumbers, pack
 from hydragraph.frontend.packed_inputs import own_fields
 from hydragraph.ir.hidden_state import hidden_dtype, hidden_size, loss_dtype
 from hydragraph.ir.placeholders import DROPOUT_BLOCK
@@ -44,7 +44,7 @@ from hydragraph.runtime import profile_fitting
 from hydragraph.runtime.control_groups import memory_limit
 from hydragraph.runtime.executor import square_sum
 from hydragraph.runtime.link_measurement import SIZES, round_trip
-from hydragraph.runtime.profile_fitting import Lengths, Measured, Measurements
+from hydragraph.runtime.profile_fitting import Lengths, MeasuredTemplate, Measurements
 from hydragraph.runtime.streams import synchronise
 from hydragraph.runtime.type_splits import split_types
 from hydragraph.spec import workload
@@ -484,7 +484,7 @@ class Bench:
             generator = torch.Generator().manual_seed(sum(row))
             ids_of = [torch.randint(0, self._subject.vocabulary, (n,), generator=generator) for n in row]
             sequences = [workload.Sequence(ids, ids, self._own(len(ids))) for ids in ids_of]
-            draws = Draws(0, range(len(row))) if self._program.drops else None
+            draws = DropoutNumbers(0, range(len(row))) if self._program.drops else None
             batch = pack(sequences, self._parts, self._device, self._several, draws=draws)
             if self._subject.positions is not None:
                 batch["position_ids"] %= self._subject.positions
@@ -584,7 +584,7 @@ class _Timing:
     links: Sequence[int]
     pieces: Sequence[BlockPiece]
     stages: Mapping[str, Sequence[tuple[int, ...]]]
-    reaches: frozenset[Reach]
+    reaches: frozenset[AttentionReach]
     turns: list[Sequence[Sequence[tuple[float, float]]]] = field(default_factory=list)
 
     def repeat(self) -> None:
@@ -621,7 +621,7 @@ class _Timing:
                     rows[name] = self.rows[type_]
         return replace(self, stages=stages, rows=rows)
 
-    def of(self, type_: str) -> Measured:
+    def of(self, type_: str) -> MeasuredTemplate:
         stages = self.stages[type_]
 
         def median_of(row: int, part: Callable[[tuple[float, float]], float]) -> float:
@@ -633,4 +633,4 @@ class _Timing:
         sizes = [self.pieces[rank] for stage in stages for rank in stage]
         parameters = max(p.parameters for p in sizes)
         largest = BlockPiece(ZERO, ZERO, parameters, min(p.frozen for p in sizes), held=sizes[0].held)
-        return Measured(largest, seconds, forward, self.reaches)
+        return MeasuredTemplate(largest, seconds, forward, self.reaches)

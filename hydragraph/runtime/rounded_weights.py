@@ -10,7 +10,7 @@ from hydragraph.private.hooks_and_overrides import version_of
 from hydragraph.runtime.home_state import HomeState
 
 
-class Rounded:
+class RoundedWeights:
     """This rank's trained shards in the compute dtype; frozen weights have no copy."""
 
     def __init__(self, home: HomeState, dtype: torch.dtype) -> None:
@@ -34,10 +34,10 @@ class Rounded:
         return {self._home.parameters[name]: piece.of(self._copies) for name, piece in kept.items()}
 
 
-def rounded(home: HomeState, dtype: torch.dtype, optimizer: torch.optim.Optimizer | None) -> Rounded | None:
+def rounded(home: HomeState, dtype: torch.dtype, optimizer: torch.optim.Optimizer | None) -> RoundedWeights | None:
     """Return copies that an optimizer maintains, or None."""
     if not isinstance(optimizer, AdamW) or dtype not in (torch.bfloat16, torch.float16):
         return None
-    kept = Rounded(home, dtype)
+    kept = RoundedWeights(home, dtype)
     optimizer.copy_to(kept.by_parameter())
     return kept

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredSequences:
     """Positions of a rank's sequences in the mini-batch.
 
     Attributes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hydragraph.runtime.streams import synchronise
-from hydragraph.runtime.thread_times import Scheduled, unknown
+from hydragraph.runtime.thread_times import ThreadTimes, unknown
 
 SIZES = {"cpu": 128, "cuda": 2048}  # rows and columns
 MOST_S = 0.25  # a probe's duration
@@ -58,7 +58,7 @@ class SpeedProbe:
     ) -> None:
         self._device = device
         self._clock = clock
-        self._scheduled = scheduled or (Scheduled() if device.type == "cpu" else unknown)
+        self._scheduled = scheduled or (ThreadTimes() if device.type == "cpu" else unknown)
         self.most_s = 0.0
 
     def __call__(self) -> ProbeResult:

@@ -79,7 +79,7 @@ class HeldState:
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStates:
     """One rank's states when ranks form a new world.
 
     Attributes:
@@ -117,7 +117,7 @@ class AgreedState:
     leader: int | None
 
 
-def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> AgreedState:
+def meet(standings: Sequence[RankStates | None], before: Sequence[int | None]) -> AgreedState:
     """Agree on the state of the model. The function is pure, and its arguments are equal on all ranks.
 
     Args:

@@ -208,7 +208,7 @@ class _UnderWay:
 
 
 @dataclass(eq=False)
-class Carrying:
+class StateTransfer:
     """Transfer of columns to new owners, in the same windows and order on all ranks. Every rank must finish it.
 
     Args:
@@ -278,7 +278,7 @@ class Carrying:
 
 
 def carry(route: Route, old: OwnedState | None, new: OwnedState, groups: Groups, chunk: int = CHUNK) -> int:
-    return Carrying(route, old, new, groups, chunk=chunk).finish()
+    return StateTransfer(route, old, new, groups, chunk=chunk).finish()
 
 
 def _lay(views: Sequence[Tensor], message: Tensor, out: bool) -> None:

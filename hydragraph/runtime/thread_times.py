@@ -13,7 +13,7 @@ _PATH = "/proc/thread-self/schedstat"  # nanoseconds run, nanoseconds queued, an
 _NOTED_S = 1e-3
 
 
-class Scheduled:
+class ThreadTimes:
     """Reader of the calling thread's times."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, cast
 import yaml
 
 from hydragraph.atomic_write import write_whole
-from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON, Fields
+from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON, FieldNames
 from hydragraph.spec.elastic import Elastic
 from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.record import checked_record, flow_yaml, from_record, load_yaml, parse_yaml
@@ -181,9 +181,9 @@ class SourceConfig(CheckedFields):
     max_samples: Positive | None = None
 
     @property
-    def fields(self) -> Fields:
-        names = {field.name: getattr(self, f"{field.name}_field") for field in fields(Fields) if field.name != "format"}
-        return Fields(self.format, **names)
+    def fields(self) -> FieldNames:
+        names = [field.name for field in fields(FieldNames) if field.name != "format"]
+        return FieldNames(self.format, **{name: getattr(self, f"{name}_field") for name in names})
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from hydragraph.data import corpus, tokenizer
 from hydragraph.data.chat import CHATML, CHATML_TOKENS, DocumentEncoder, chatml
-from hydragraph.data.documents import Fields, texts_of
+from hydragraph.data.documents import FieldNames, texts_of
 from hydragraph.data.mini_batches import Drawn, MiniBatches, Split
 from hydragraph.data.mixture import Mixture
 from hydragraph.data.parts import EncodedParts
@@ -43,7 +43,7 @@ Progress = Callable[[str, int, float], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class PreparedCorpus:
     """A prepared corpus; `directory` contains the tokenizer and the token files."""
 
     directory: Path
@@ -118,7 +118,7 @@ def _shared_files(config: TrainConfig) -> Iterator[str]:
         trained.update(dict.fromkeys(files, name) if training else {})
 
 
-def length_remarks(config: TrainConfig, tokens: Tokens) -> Iterator[str]:
+def length_remarks(config: TrainConfig, tokens: PreparedCorpus) -> Iterator[str]:
     most = config.data.max_length
     cut = config.data.overlong == "cut"
     size, name, one = (1, "documents", "a document") if config.objective is None else (2, "pairs", "an answer")
@@ -285,10 +285,10 @@ def _read_template(name: str) -> str:
     return read_text(path, "give a Jinja template as data.chat_template")
 
 
-def open_tokens(config: TrainConfig, directory: Path) -> Tokens:
+def open_tokens(config: TrainConfig, directory: Path) -> PreparedCorpus:
     files = {name: TokenFile.open(directory / name) for name in _corpora(config.data)}
     evaluation = {name: files.pop(f"evaluation-{name}.bin") for name in config.data.evaluation}
-    return Tokens(directory, tokenizer.load(directory), tuple(files.values()), evaluation)
+    return PreparedCorpus(directory, tokenizer.load(directory), tuple(files.values()), evaluation)
 
 
 def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
@@ -348,7 +348,7 @@ def _alone(partial: Path) -> Iterator[None]:
             os.close(lock)
 
 
-def mini_batches(config: TrainConfig, tokens: Tokens, scores: Scores | None = None) -> MiniBatches | Mixture:
+def mini_batches(config: TrainConfig, tokens: PreparedCorpus, scores: Scores | None = None) -> MiniBatches | Mixture:
     """Return an endless stream of training mini-batches; with overlong "refuse", a long document raises ValueError."""
     members = [_training_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
     for i, member in enumerate(members):
@@ -385,7 +385,7 @@ def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) ->
 
 
 def evaluation_batches(
-    config: TrainConfig, tokens: Tokens, scores: Scores | None = None
+    config: TrainConfig, tokens: PreparedCorpus, scores: Scores | None = None
 ) -> dict[str, list[list[Drawn]]]:
     batches_by_set: dict[str, list[list[Drawn]]] = {}
     for name, streams in evaluation_streams(config, tokens).items():
@@ -396,7 +396,7 @@ def evaluation_batches(
     return batches_by_set
 
 
-def evaluation_streams(config: TrainConfig, tokens: Tokens) -> dict[str, list[MiniBatches]]:
+def evaluation_streams(config: TrainConfig, tokens: PreparedCorpus) -> dict[str, list[MiniBatches]]:
     streams: dict[str, list[MiniBatches]] = {}
     if config.held_out:
         streams["heldout"] = [_training_stream(config, i, file, "heldout") for i, file in enumerate(tokens.files)]
@@ -453,7 +453,7 @@ def _paths(source: SourceConfig) -> list[Path]:
     return [path for name in source.paths for path in (stdlib_files() if name == STDLIB else [Path(name)])]
 
 
-def _read_from(source: SourceConfig) -> tuple[list[Path], tuple[str, ...] | None, Fields]:
+def _read_from(source: SourceConfig) -> tuple[list[Path], tuple[str, ...] | None, FieldNames]:
     return _paths(source), source.suffixes, source.fields
 
 

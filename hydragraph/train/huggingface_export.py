@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hydragraph.checkpoint.disk_errors import file_errors
 from hydragraph.checkpoint.standalone_reader import read_weights
-from hydragraph.checkpoint.weights.pretrained_directory import Shell
+from hydragraph.checkpoint.weights.pretrained_directory import MetaModel
 from hydragraph.checkpoint.weights.pretrained_directory import check as check_shell
 from hydragraph.data import tokenizer
 from hydragraph.data.chat import DocumentEncoder
@@ -68,7 +68,7 @@ def write_model(
     encoder = tokenizer.load(folder.tokenizer)
     end = tokenizer.end_id(encoder, folder.tokenizer)
     model = adapted(skeleton(config.model, vocabulary_of(encoder), end), config.adapter, config.seed)
-    shell = check_shell(Shell.of(model), merged)
+    shell = check_shell(MetaModel.of(model), merged)
     names, tensors = tensor_names(model), read_weights(checkpoint)
     if not tensors.keys() >= set(names.values()):  # older versions did not save buffers
         tensors = {**initial_buffers(model), **tensors}

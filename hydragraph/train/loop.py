@@ -38,7 +38,7 @@ from hydragraph.train.callbacks import Callbacks
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_checks import check_budget, check_settings, read_strategies, remarks
 from hydragraph.train.data import (
-    Tokens,
+    PreparedCorpus,
     check_data,
     data_remarks,
     evaluation_batches,
@@ -176,7 +176,7 @@ class _RunInputs:
     """
 
     config: TrainConfig
-    tokens: Tokens
+    tokens: PreparedCorpus
     model: nn.Module
     ranks: int
     strategies: tuple[Strategy, ...]
@@ -185,7 +185,12 @@ class _RunInputs:
 
     @staticmethod
     def of(
-        config: TrainConfig, tokens: Tokens, model: nn.Module, ranks: int, folder: RunFolder, world: World | None
+        config: TrainConfig,
+        tokens: PreparedCorpus,
+        model: nn.Module,
+        ranks: int,
+        folder: RunFolder,
+        world: World | None,
     ) -> _RunInputs:
         strategies = () if config.automatic else read_strategies(config.strategies, model, ranks)
         config = replace(config, steps=steps_of(config, mini_batches(config, tokens)), epochs=None)
@@ -592,7 +597,7 @@ def _chosen_from(prepared: _RunInputs) -> dict[str, Any]:
     }
 
 
-def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
+def _model(config: TrainConfig, tokens: PreparedCorpus) -> nn.Module:
     sizes = (tokens.vocabulary, tokens.end_of_text)
     if config.model.weights is None:
         return adapted(build_model(config.model, *sizes, config.seed), config.adapter, config.seed)
@@ -601,7 +606,7 @@ def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
     return model
 
 
-def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens:
+def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> PreparedCorpus:
     """Prepare the corpus on one rank per host, and return it; raise ValueError if hosts read different corpora."""
     watched = watcher.preparing
     reads = world.local_rank == 0

@@ -10,7 +10,7 @@ from hydragraph.data.mini_batches import Drawn, MiniBatches
 from hydragraph.data.mixture import Mixture
 
 
-class Ahead:
+class MiniBatchLookahead:
     """Reads at least one mini-batch ahead, so that ranks can agree on it early (`hydragraph.engine.step_agreement`).
 
     Attributes:

@@ -19,7 +19,7 @@ from hydragraph.cluster.shared_outcome import together
 from hydragraph.cost.trace_file import write_events
 from hydragraph.engine.executable import Executable
 from hydragraph.train.best_evaluation import lowest, without_improvement
-from hydragraph.train.data import Tokens
+from hydragraph.train.data import PreparedCorpus
 from hydragraph.train.huggingface_export import export, write_model
 from hydragraph.train.loss_picture import matplotlib_installed, write_picture
 from hydragraph.train.run_folder import Checkpoint, RunFolder
@@ -163,7 +163,7 @@ def write_spans(run: Run) -> None:
         )
 
 
-def finish(run: Run, model: nn.Module, tokens: Tokens, done: int) -> None:
+def finish(run: Run, model: nn.Module, tokens: PreparedCorpus, done: int) -> None:
     """Write the final model; with `keep_best`, the best model."""
     best = None
     if run.config.keep_best:

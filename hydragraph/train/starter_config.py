@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydragraph.data import corpus
-from hydragraph.data.documents import PAIRS, PROMPTS, Fields, Format
+from hydragraph.data.documents import PAIRS, PROMPTS, FieldNames, Format
 from hydragraph.data.json_object import read_object
 
 _BYTES_PER_TOKEN = 4
@@ -28,7 +28,7 @@ class InspectedPaths:
     model: Path | None
     data: tuple[Path, ...]
     format: Format
-    fields: Fields
+    fields: FieldNames
     tokens: int
     positions: int
     templated: bool
@@ -46,7 +46,7 @@ def look(paths: Sequence[Path]) -> InspectedPaths:
     if len(models) > 1:
         raise ValueError(f"{models[0]} and {models[1]} are both models: name only one")
     data = tuple(path for path in paths if path not in models)
-    fields, formats = _read_as(data) if data else (Fields(), set[Format]())
+    fields, formats = _read_as(data) if data else (FieldNames(), set[Format]())
     if data and not formats:
         raise ValueError(f"no text in {', '.join(map(str, data))}: name text files, .jsonl files or tables")
     if len(formats) > 1:
@@ -109,15 +109,15 @@ def starter(found: InspectedPaths, cuda: bool, output: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _read_as(data: Sequence[Path]) -> tuple[Fields, set[Format]]:
+def _read_as(data: Sequence[Path]) -> tuple[FieldNames, set[Format]]:
     refusals: list[ValueError] = []
     for fields in (
-        Fields(),
-        *(Fields(prompt=prompt, format="preference") for prompt in ("prompt", *PROMPTS)),
-        *(Fields(messages=messages, format="chat") for messages in ("messages", "conversations")),
-        Fields(format="alpaca"),
-        *(Fields(prompt=prompt, completion=completion, format="completion") for prompt, completion in PAIRS),
-        Fields(text="content"),
+        FieldNames(),
+        *(FieldNames(prompt=prompt, format="preference") for prompt in ("prompt", *PROMPTS)),
+        *(FieldNames(messages=messages, format="chat") for messages in ("messages", "conversations")),
+        FieldNames(format="alpaca"),
+        *(FieldNames(prompt=prompt, completion=completion, format="completion") for prompt, completion in PAIRS),
+        FieldNames(text="content"),
     ):
         try:
             return fields, corpus.formats(data, None, fields)

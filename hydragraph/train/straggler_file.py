@@ -12,15 +12,15 @@ from typing import Any
 
 from hydragraph.atomic_write import write_whole
 from hydragraph.train.run_folder import RunFolder
-from hydragraph.train.stragglers.straggler_state import Learned, Slow
+from hydragraph.train.stragglers.straggler_state import LearnedSlowdown, SlowRank
 
 
-def write_slow(folder: RunFolder, slow: Mapping[int, Slow]) -> None:
+def write_slow(folder: RunFolder, slow: Mapping[int, SlowRank]) -> None:
     members = {str(member): asdict(straggler) for member, straggler in sorted(slow.items())}
     write_whole(folder.slow, json.dumps({"began": folder.began, "members": members}) + "\n")
 
 
-def read_slow(folder: RunFolder, began: float | None) -> dict[int, Slow]:
+def read_slow(folder: RunFolder, began: float | None) -> dict[int, SlowRank]:
     """Return the slow members; empty if the file is missing or belongs to another run."""
     try:
         written = json.loads(folder.slow.read_text(encoding="utf-8"))
@@ -31,8 +31,8 @@ def read_slow(folder: RunFolder, began: float | None) -> dict[int, Slow]:
         return {}
 
 
-def _read(each: Mapping[str, Any]) -> Slow:
+def _read(each: Mapping[str, Any]) -> SlowRank:
     learned = each["learned"]
     if learned is not None:
-        learned = Learned(*map(float, learned))
-    return Slow(float(each["device"]), float(each["core"]), learned)
+        learned = LearnedSlowdown(*map(float, learned))
+    return SlowRank(float(each["device"]), float(each["core"]), learned)

@@ -17,8 +17,8 @@ from hydragraph.train.stragglers.controller import Controller, Replanning
 from hydragraph.train.stragglers.lateness import Lateness
 from hydragraph.train.stragglers.monitor import Monitor
 from hydragraph.train.stragglers.rate_estimator import Sensitivity
-from hydragraph.train.stragglers.reshard_policy import Following, state_costs
-from hydragraph.train.stragglers.straggler_state import Slow
+from hydragraph.train.stragglers.reshard_policy import ReshardPolicy, state_costs
+from hydragraph.train.stragglers.straggler_state import SlowRank
 
 
 def controller_of(
@@ -28,7 +28,7 @@ def controller_of(
     before: Controller | None = None,
     numbers: Mapping[int, int] | None = None,
     hurried: bool = False,
-    slow: Mapping[int, Slow] | None = None,
+    slow: Mapping[int, SlowRank] | None = None,
 ) -> Controller:
     """Return the controller. Without measured costs, it uses datasheets of equal devices.
 
@@ -54,7 +54,7 @@ def controller_of(
     planner = None if before is None else before.released()
     following = None
     if world.ranks > 1 and (config.replans or follows(config, executor)):
-        following = Following(
+        following = ReshardPolicy(
             executor.owners,
             world.ranks,
             executor.program.buckets,

@@ -21,12 +21,12 @@ from hydragraph.engine.step_report import StepReport
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.callbacks import Callbacks
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.mini_batch_lookahead import Ahead
+from hydragraph.train.mini_batch_lookahead import MiniBatchLookahead
 from hydragraph.train.paired_steps import PairedSteps
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics, MetricsLog
 from hydragraph.train.stragglers.controller import Controller
-from hydragraph.train.stragglers.expected_seconds import Expectation
+from hydragraph.train.stragglers.expected_seconds import ExpectedTimes
 from hydragraph.train.watcher import Watcher
 
 
@@ -59,7 +59,7 @@ class Run:
     callbacks: Callbacks = field(default_factory=Callbacks)  # empty except on rank 0
     saving: list[tuple[int, Path]] = field(default_factory=list)
     traced: list[TracedStep] = field(default_factory=list)
-    expectation: Expectation = field(default_factory=Expectation)  # for this session, on rank 0 only
+    expectation: ExpectedTimes = field(default_factory=ExpectedTimes)  # for this session, on rank 0 only
     watched: tuple[int, ...] = ()  # member number (`cluster.rendezvous`) of each rank
     evaluate_at: frozenset[int] = frozenset()  # steps of `config.evaluate_per_epoch`
     checkpoint_at: frozenset[int] = frozenset()  # steps of `config.checkpoint_per_epoch`
@@ -113,7 +113,7 @@ class TrainState:
     watcher: Watcher
     batches: MiniBatches | Mixture
     anew: Callable[[], MiniBatches | Mixture]
-    coming: Ahead
+    coming: MiniBatchLookahead
     done: int
     saved: int
     positions: dict[int, Mapping[str, Any]]
@@ -126,9 +126,9 @@ class TrainState:
     pieces_fail: bool = False
 
 
-def ahead_of(run: Run, batches: MiniBatches | Mixture) -> Ahead:
+def ahead_of(run: Run, batches: MiniBatches | Mixture) -> MiniBatchLookahead:
     plan = run.config.plan
-    return Ahead(batches, plan.ahead if plan.choose else 0, (run.pairs or run.executor).announce)
+    return MiniBatchLookahead(batches, plan.ahead if plan.choose else 0, (run.pairs or run.executor).announce)
 
 
 def _due(step: int, every: int, steps: int) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, sav
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hydragraph.checkpoint.manifest import Damaged
-from hydragraph.checkpoint.metadata import Reader
+from hydragraph.checkpoint.metadata import CheckpointReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -25,8 +25,8 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def reader(folder: Path) -> Reader:
-    return Reader(folder, [path.name for path in folder.iterdir()])
+def reader(folder: Path) -> CheckpointReader:
+    return CheckpointReader(folder, [path.name for path in folder.iterdir()])
 
 
 def write(folder: Path, value: Any) -> None:
@@ -89,7 +89,7 @@ def test_files_elsewhere_are_refused(saved: Path, path: str) -> None:
 
 def test_a_file_that_nobody_has_checked_is_refused(saved: Path) -> None:
     with pytest.raises(Damaged, match=r"'__0_0\.distcp'.* is not a file of this checkpoint"):
-        Reader(saved, [".metadata"]).read_metadata()
+        CheckpointReader(saved, [".metadata"]).read_metadata()
 
 
 def test_damage_is_named(saved: Path) -> None:

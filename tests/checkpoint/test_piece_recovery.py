@@ -15,9 +15,9 @@ import pytest
 
 import hydragraph as hg
 from hydragraph.checkpoint.extra_entry import encoded
-from hydragraph.checkpoint.piece_recovery import Recovered, Recovery
-from hydragraph.checkpoint.piece_sources import Tier
-from hydragraph.checkpoint.state_pieces import Kept, MemoryShelf, Pieces
+from hydragraph.checkpoint.piece_recovery import Recovery, RecoveryResult
+from hydragraph.checkpoint.piece_sources import StorageTier
+from hydragraph.checkpoint.state_pieces import MemoryStorage, Pieces, StoredCheckpoint
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import World, join
 from hydragraph.ir.home_layout import HomeLayouts
@@ -43,10 +43,10 @@ def begin_keeping(world: World, pieces: Pieces, step: int, series: str = SERIES)
     own = OwnedState.of(*trained(world, "adamw"))
     whole = {name: dict(own.columns.get(name, next(iter(own.columns.values())))) for name in MODEL.parameters}
     common = {"columns": named(whole), "steps": step, "optimizer": None, "extra": {"seen": step}}
-    pieces.put(Kept(step, series), own, MODEL.buckets, whole, partial(encoded, "extra", common))
+    pieces.put(StoredCheckpoint(step, series), own, MODEL.buckets, whole, partial(encoded, "extra", common))
 
 
-def read(world: World, pieces: Pieces, groups: Groups, owners: Home) -> tuple[bool, Recovered]:
+def read(world: World, pieces: Pieces, groups: Groups, owners: Home) -> tuple[bool, RecoveryResult]:
     """Read it under another home; say whether every bit is as it would be there."""
     layouts = HomeLayouts(owners, world.ranks).by_name(MODEL.buckets)
     home = HomeState.allocate(cast(Program, MODEL), layouts, world.rank)
@@ -65,12 +65,12 @@ def recovered(folder: Path) -> list[tuple[bool, int, dict[str, int], int]]:
     world = join("cpu")
     world = replace(world, node=f"node {world.rank // 2}")
     groups = groups_of(world)
-    lost: Sequence[tuple[Sequence[Tier], Sequence[int]]] = [
+    lost: Sequence[tuple[Sequence[StorageTier], Sequence[int]]] = [
         ((), ()),
-        ((Tier.MEMORY,), (0, 1, 2)),
-        ((Tier.MEMORY,), (1,)),
-        ((Tier.MEMORY, Tier.DISK), (2,)),
-        ((Tier.MEMORY, Tier.DISK), (0, 1, 2)),
+        ((StorageTier.MEMORY,), (0, 1, 2)),
+        ((StorageTier.MEMORY,), (1,)),
+        ((StorageTier.MEMORY, StorageTier.DISK), (2,)),
+        ((StorageTier.MEMORY, StorageTier.DISK), (0, 1, 2)),
     ]
     seen = []
     for number, (tiers, ranks) in enumerate(lost):
@@ -98,16 +98,16 @@ def test_what_is_left_is_read_from_the_nearest_place(tmp_path: Path) -> None:
     found = hg.launch(recovered, RANKS, tmp_path, timeout=timedelta(seconds=60))
     assert all(same and step == 4 for ranks in found for same, step, _, _ in ranks)
 
-    def total(case: int, tier: Tier) -> int:
+    def total(case: int, tier: StorageTier) -> int:
         return sum(ranks[case][2][tier.name] for ranks in found)
 
-    everything = sum(total(0, tier) for tier in Tier)
-    assert [total(0, tier) for tier in Tier] == [everything, 0, 0], "each rank has what it needs in memory"
-    assert total(1, Tier.MEMORY) == total(1, Tier.STORE) == 0
-    assert 0 < total(2, Tier.DISK) < everything
-    assert total(2, Tier.STORE) == 0
-    assert 0 < total(3, Tier.STORE) < everything
-    assert total(4, Tier.STORE) == everything
+    everything = sum(total(0, tier) for tier in StorageTier)
+    assert [total(0, tier) for tier in StorageTier] == [everything, 0, 0], "each rank has what it needs in memory"
+    assert total(1, StorageTier.MEMORY) == total(1, StorageTier.STORE) == 0
+    assert 0 < total(2, StorageTier.DISK) < everything
+    assert total(2, StorageTier.STORE) == 0
+    assert 0 < total(3, StorageTier.STORE) < everything
+    assert total(4, StorageTier.STORE) == everything
 
 
 def mixed(folder: Path) -> tuple[bool, int]:
@@ -117,11 +117,13 @@ def mixed(folder: Path) -> tuple[bool, int]:
     pieces = kept(world, folder, 4)
     own = OwnedState.of(*trained(world, "adamw"))
     if world.rank:
-        pieces.shelves[Tier.MEMORY].put(f"step-6.{SERIES}/common.pt", pieces.common(Tier.MEMORY, Kept(4, SERIES)))
-        for name in list(pieces.shelves[Tier.MEMORY].names()):
+        pieces.shelves[StorageTier.MEMORY].put(
+            f"step-6.{SERIES}/common.pt", pieces.common(StorageTier.MEMORY, StoredCheckpoint(4, SERIES))
+        )
+        for name in list(pieces.shelves[StorageTier.MEMORY].names()):
             if name.startswith("step-4."):
-                data = pieces.shelves[Tier.MEMORY].get(name)
-                pieces.shelves[Tier.MEMORY].put(name.replace("step-4", "step-6"), data)
+                data = pieces.shelves[StorageTier.MEMORY].get(name)
+                pieces.shelves[StorageTier.MEMORY].put(name.replace("step-4", "step-6"), data)
     assert own.home.rank == world.rank
     same, found = read(world, pieces, groups, EQUAL)
     groups.close()
@@ -139,7 +141,7 @@ def damaged(folder: Path) -> list[tuple[bool, int, int]]:
     kept(world, folder, 3)
     pieces = kept(world, folder, 4)
     seen = []
-    for tier, step in ((Tier.DISK, 4), (Tier.STORE, 4)):
+    for tier, step in ((StorageTier.DISK, 4), (StorageTier.STORE, 4)):
         groups.gather(None)
         place = pieces.shelves[tier]
         names = [name for name in place.names() if name.startswith(f"step-{step}.") and "layer.0" in name]
@@ -149,7 +151,7 @@ def damaged(folder: Path) -> list[tuple[bool, int, int]]:
         again = Pieces(False, folder / f"disk {world.node}", f"file://{folder}/store")
         groups.gather(None)
         same, found = read(world, again, groups, EQUAL)
-        seen.append((same, found.kept.step, found.read[Tier.STORE]))
+        seen.append((same, found.kept.step, found.read[StorageTier.STORE]))
     groups.close()
     return seen
 
@@ -161,7 +163,7 @@ def test_damaged_pieces_are_replaced_by_other_copies_or_an_earlier_step(tmp_path
     assert all(ranks[0][2] > 0 for ranks in found), "what is damaged on the disk comes from the store"
 
 
-class Slow(MemoryShelf):
+class Slow(MemoryStorage):
     def put(self, name: str, data: bytes) -> None:
         time.sleep(0.02)
         super().put(name, data)
@@ -169,7 +171,7 @@ class Slow(MemoryShelf):
 
 def test_a_checkpoint_that_this_process_is_still_writing_is_read() -> None:
     pieces = Pieces()
-    pieces.shelves[Tier.MEMORY] = Slow()
+    pieces.shelves[StorageTier.MEMORY] = Slow()
     begin_keeping(ALONE, pieces, 4)
     same, found = read(ALONE, pieces, groups_of(ALONE), EQUAL)
     assert same
@@ -184,29 +186,29 @@ def test_later_pieces_of_an_abandoned_series_are_not_read() -> None:
     pieces.last = None
     for _ in range(2):
         _, found = read(ALONE, pieces, groups_of(ALONE), EQUAL)
-        assert found.kept == Kept(2, "-01")
+        assert found.kept == StoredCheckpoint(2, "-01")
 
 
-class Unreachable(MemoryShelf):
+class Unreachable(MemoryStorage):
     """Storage that cannot be reached; its driver raises an error that is not an OSError."""
 
     def names(self) -> Iterable[str]:
         raise LookupError("no route to host")
 
 
-def without_one_place(folder: Path) -> list[tuple[bool, int, dict[Tier, int]]]:
+def without_one_place(folder: Path) -> list[tuple[bool, int, dict[StorageTier, int]]]:
     """The store cannot be reached; then the disks' common data is damaged; then the store's too."""
     world = replace(join("cpu"), node=f"node {join('cpu').rank}")
     groups = groups_of(world)
     for step in (3, 4):
         kept(world, folder, step)
     seen = []
-    for damaged in (None, Tier.DISK, Tier.STORE):
+    for damaged in (None, StorageTier.DISK, StorageTier.STORE):
         groups.gather(None)
         again = Pieces(False, folder / f"disk {world.node}", f"file://{folder}/store")
         if damaged is None:
-            again.shelves[Tier.STORE] = Unreachable()
-        elif damaged is Tier.DISK or world.rank == 0:
+            again.shelves[StorageTier.STORE] = Unreachable()
+        elif damaged is StorageTier.DISK or world.rank == 0:
             again.shelves[damaged].put(f"step-4.{SERIES}/common.pt", b"PK torn")
         groups.gather(None)
         same, found = read(world, again, groups, EQUAL)
@@ -218,5 +220,5 @@ def without_one_place(folder: Path) -> list[tuple[bool, int, dict[Tier, int]]]:
 def test_an_unreachable_store_or_damaged_common_data_do_not_end_a_recovery(tmp_path: Path) -> None:
     for ranks in hg.launch(without_one_place, 2, tmp_path, timeout=timedelta(seconds=60)):
         assert [(same, step) for same, step, _ in ranks] == [(True, 4), (True, 4), (True, 3)]
-        assert ranks[0][2][Tier.STORE] == 0 < ranks[0][2][Tier.DISK]
-        assert ranks[1][2][Tier.STORE] > 0
+        assert ranks[0][2][StorageTier.STORE] == 0 < ranks[0][2][StorageTier.DISK]
+        assert ranks[1][2][StorageTier.STORE] > 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.checkpoint.piece_sources import Fetch, PiecePlace, StatePiece, Tier, fetch_plan
+from hydragraph.checkpoint.piece_sources import PiecePlace, PieceRead, StatePiece, StorageTier, fetch_plan
 from hydragraph.ir.layout import Layout, home, propagation
 from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 
@@ -37,10 +37,10 @@ def worlds(draw: st.DrawFn) -> tuple[dict[PiecePlace, list[StatePiece]], list[in
     cuts = [[0, *sorted(draw(ends)), SIZE] for _ in range(2)]  # of two owners of everything
     pieces = [StatePiece("layer.0", lo, hi) for cut in cuts for lo, hi in itertools.pairwise(cut)]
     some = st.lists(st.sampled_from(pieces), unique=True)
-    held = {PiecePlace(Tier.MEMORY, (rank,)): draw(some) for rank in range(ranks)}
+    held = {PiecePlace(StorageTier.MEMORY, (rank,)): draw(some) for rank in range(ranks)}
     for node in set(nodes):
-        held[PiecePlace(Tier.DISK, tuple(r for r in range(ranks) if nodes[r] == node))] = draw(some)
-    held[PiecePlace(Tier.STORE, tuple(range(ranks)))] = draw(st.sampled_from([pieces, pieces, []]) | some)
+        held[PiecePlace(StorageTier.DISK, tuple(r for r in range(ranks) if nodes[r] == node))] = draw(some)
+    held[PiecePlace(StorageTier.STORE, tuple(range(ranks)))] = draw(st.sampled_from([pieces, pieces, []]) | some)
     return held, nodes, draw(needs(ranks))
 
 
@@ -53,7 +53,13 @@ def nearest(
         if any(piece.lo <= element < piece.hi for piece in pieces):
             here = any(nodes[other] == nodes[rank] for other in place.ranks)
             far = (
-                3 if place.tier is Tier.STORE else 0 if place == PiecePlace(Tier.MEMORY, (rank,)) else 1 if here else 2
+                3
+                if place.tier is StorageTier.STORE
+                else 0
+                if place == PiecePlace(StorageTier.MEMORY, (rank,))
+                else 1
+                if here
+                else 2
             )
             found.append((far, int(place.tier)))
     return min(found, default=None)
@@ -86,25 +92,31 @@ def test_every_need_is_read_once_from_the_nearest_place(
         for rank in fetch.receivers:
             far, tier = best[rank, fetch.lo]  # type: ignore[misc]
             assert (far, tier) == (_far(fetch, nodes, rank), fetch.tier)
-    for tier in (Tier.STORE, Tier.DISK):  # once by a node, what is needed there; of its disk, for others too
+    for tier in (
+        StorageTier.STORE,
+        StorageTier.DISK,
+    ):  # once by a node, what is needed there; of its disk, for others too
         for node in set(nodes):
             read = [e for f in plan if f.tier is tier and nodes[f.reader] == node for e in range(f.lo, f.hi)]
             here = {e for (rank, e), there in best.items() if nodes[rank] == node and there in ((3, tier), (1, tier))}
             assert here <= set(read)
-            if tier is Tier.STORE:
+            if tier is StorageTier.STORE:
                 assert sorted(read) == sorted(here)
 
 
-def _far(fetch: Fetch, nodes: list[int], rank: int) -> int:
-    if fetch.tier is Tier.STORE:
+def _far(fetch: PieceRead, nodes: list[int], rank: int) -> int:
+    if fetch.tier is StorageTier.STORE:
         return 3
-    own = fetch.tier is Tier.MEMORY and fetch.reader == rank
+    own = fetch.tier is StorageTier.MEMORY and fetch.reader == rank
     return 0 if own else 1 if nodes[fetch.reader] == nodes[rank] else 2
 
 
 def test_what_is_read_once_serves_all() -> None:
     """One node's disk has everything, the other node has no files, and both need the state."""
-    held = {PiecePlace(Tier.DISK, (0,)): [StatePiece("layer.0", 0, SIZE)], PiecePlace(Tier.STORE, (0, 1)): []}
+    held = {
+        PiecePlace(StorageTier.DISK, (0,)): [StatePiece("layer.0", 0, SIZE)],
+        PiecePlace(StorageTier.STORE, (0, 1)): [],
+    }
     plan = fetch_plan(held, [0, 1], {"layer.0": home(SIZE, [0, 1], [1, 1], 2, 1)})
     assert [(fetch.reader, fetch.receivers, fetch.size) for fetch in plan] == [(0, (0, 1), SIZE)]
 
@@ -112,13 +124,13 @@ def test_what_is_read_once_serves_all() -> None:
 def test_reads_are_shared_by_those_who_could() -> None:
     """Two ranks of one node need no common pieces; a third rank, elsewhere, needs pieces that both could send."""
     pieces = [StatePiece("layer.0", at, at + 1) for at in range(SIZE)]
-    held = {PiecePlace(Tier.DISK, (0, 1)): pieces}
+    held = {PiecePlace(StorageTier.DISK, (0, 1)): pieces}
     layout = home(SIZE, [2], align=1)
     plan = fetch_plan(held, [0, 0, 1], {"layer.0": layout})
     assert Counter(fetch.reader for fetch in plan) == {0: SIZE // 2, 1: SIZE // 2}
 
 
 def test_neighbours_of_one_piece_are_one_read() -> None:
-    held = {PiecePlace(Tier.STORE, (0, 1)): [StatePiece("layer.0", 0, SIZE)]}
+    held = {PiecePlace(StorageTier.STORE, (0, 1)): [StatePiece("layer.0", 0, SIZE)]}
     plan = fetch_plan(held, [0, 0], {"layer.0": home(SIZE, [0, 1], align=1)})
     assert [(fetch.reader, fetch.lo, fetch.hi) for fetch in plan] == [(0, 0, 6), (1, 6, 12)]

@@ -10,34 +10,36 @@ import pytest
 import torch
 
 from hydragraph.checkpoint import state_pieces
-from hydragraph.checkpoint.piece_sources import StatePiece, Tier
+from hydragraph.checkpoint.piece_sources import StatePiece, StorageTier
 from hydragraph.checkpoint.state_pieces import (
-    DiskShelf,
-    Kept,
-    MemoryShelf,
+    DiskStorage,
+    MemoryStorage,
     PieceCopy,
     PieceFile,
     Pieces,
-    Shelf,
-    StoreShelf,
+    PieceStorage,
+    StoredCheckpoint,
+    StoreStorage,
     copied,
 )
 from hydragraph.runtime.state_movement import OwnedState
 from tests.runtime.homes import ALONE, MODEL, trained
 
 
-def kept(step: int, series: str = "-a1") -> Kept:
-    return Kept(step, series)
+def kept(step: int, series: str = "-a1") -> StoredCheckpoint:
+    return StoredCheckpoint(step, series)
 
 
 def state() -> OwnedState:
     return OwnedState.of(*trained(ALONE, "adamw"))
 
 
-def shelf(kind: str, root: Path) -> Shelf:
+def shelf(kind: str, root: Path) -> PieceStorage:
     if kind == "memory":
-        return MemoryShelf()
-    return DiskShelf(root) if kind == "disk" else StoreShelf(f"file://{root}" if kind == "file" else "memory://pieces")
+        return MemoryStorage()
+    return (
+        DiskStorage(root) if kind == "disk" else StoreStorage(f"file://{root}" if kind == "file" else "memory://pieces")
+    )
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk", "file", "fsspec"])
@@ -63,7 +65,7 @@ def test_a_part_of_a_large_piece_is_read_with_its_blocks_and_checked(monkeypatch
     monkeypatch.setattr(state_pieces, "_BLOCK", 16)
     tensor = torch.arange(50, dtype=torch.float32)
     data = PieceCopy(StatePiece("b", 10, 60), {"p|weight": tensor}, {"p": 10}).encoded()
-    shelf = MemoryShelf({"f": data})
+    shelf = MemoryStorage({"f": data})
     for lo, hi in ((10, 60), (10, 11), (13, 14), (13, 19), (14, 18), (59, 60)):
         assert torch.equal(
             PieceFile(shelf, "f", False).read("p", "weight", lo, hi, torch.float32), tensor[lo - 10 : hi - 10]
@@ -76,8 +78,8 @@ def test_a_part_of_a_large_piece_is_read_with_its_blocks_and_checked(monkeypatch
         PieceFile(shelf, "f", False).read("p", "weight", 59, 61, torch.float32)
 
 
-@pytest.mark.parametrize("tier", Tier)
-def test_any_part_of_a_piece_can_be_read(tier: Tier, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", StorageTier)
+def test_any_part_of_a_piece_can_be_read(tier: StorageTier, tmp_path: Path) -> None:
     pieces = Pieces(memory=True, disk=tmp_path / "disk", store=f"file://{tmp_path}/store")
     own = state()
     pieces.put(kept(7), own, MODEL.buckets, own.columns, lambda: b"common")
@@ -99,14 +101,18 @@ def test_any_part_of_a_piece_can_be_read(tier: Tier, tmp_path: Path) -> None:
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     pieces = Pieces(disk=tmp_path, keep=3)
     own = state()
-    whole: dict[Tier, Kept] = {}
+    whole: dict[StorageTier, StoredCheckpoint] = {}
     for step in (4, 9, 12, 13):
         pieces.put(kept(step), own, MODEL.buckets, own.columns, bytes, whole=whole)
         pieces.wait()
         whole = dict(pieces.written)
-    assert whole == {Tier.MEMORY: kept(13), Tier.DISK: kept(13)}
+    assert whole == {StorageTier.MEMORY: kept(13), StorageTier.DISK: kept(13)}
     newest = [kept(9), kept(12), kept(13)]
-    assert [sorted(pieces.held(tier)) for tier in (Tier.MEMORY, Tier.DISK, Tier.STORE)] == [newest, newest, []]
+    assert [sorted(pieces.held(tier)) for tier in (StorageTier.MEMORY, StorageTier.DISK, StorageTier.STORE)] == [
+        newest,
+        newest,
+        [],
+    ]
 
 
 def test_the_last_whole_one_stays_whatever_follows(tmp_path: Path) -> None:
@@ -114,10 +120,10 @@ def test_the_last_whole_one_stays_whatever_follows(tmp_path: Path) -> None:
     pieces = Pieces(disk=tmp_path)
     own = state()
     for step, whole in ((4, None), (5, kept(4)), (6, None), (7, None)):
-        told = {} if whole is None else dict.fromkeys((Tier.MEMORY, Tier.DISK), whole)
+        told = {} if whole is None else dict.fromkeys((StorageTier.MEMORY, StorageTier.DISK), whole)
         pieces.put(kept(step), own, MODEL.buckets, own.columns, bytes, whole=told)
         pieces.wait()
-    assert [sorted(pieces.held(tier)) for tier in (Tier.MEMORY, Tier.DISK)] == [[kept(4), kept(7)]] * 2
+    assert [sorted(pieces.held(tier)) for tier in (StorageTier.MEMORY, StorageTier.DISK)] == [[kept(4), kept(7)]] * 2
 
 
 def test_an_earlier_series_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
@@ -127,28 +133,28 @@ def test_an_earlier_series_stays_until_the_new_one_is_whole(tmp_path: Path) -> N
     seen = []
     for step, whole in ((5, None), (6, kept(5)), (7, kept(6))):
         pieces.wait()
-        told = {} if whole is None else {Tier.DISK: whole}
+        told = {} if whole is None else {StorageTier.DISK: whole}
         pieces.put(kept(step), own, MODEL.buckets, own.columns, bytes, whole=told)
         pieces.wait()
-        seen.append(sorted(pieces.held(Tier.DISK)))
+        seen.append(sorted(pieces.held(StorageTier.DISK)))
     assert seen == [[kept(5), kept(9, "-01d")], [kept(5), kept(6)], [kept(6), kept(7)]]
 
 
 def test_pieces_of_another_run_are_not_listed(tmp_path: Path) -> None:
     own = state()
     mine, other = (Pieces(memory=False, disk=tmp_path, run=run) for run in ("b", "bc"))
-    mine.put(Kept(4, mine.new_series()), own, MODEL.buckets, own.columns, bytes)
+    mine.put(StoredCheckpoint(4, mine.new_series()), own, MODEL.buckets, own.columns, bytes)
     mine.wait()
-    assert [each.step for each in mine.held(Tier.DISK)] == [4]
-    assert other.held(Tier.DISK) == {}
-    assert [each.step for each in Pieces(memory=False, disk=tmp_path).held(Tier.DISK)] == [4]
+    assert [each.step for each in mine.held(StorageTier.DISK)] == [4]
+    assert other.held(StorageTier.DISK) == {}
+    assert [each.step for each in Pieces(memory=False, disk=tmp_path).held(StorageTier.DISK)] == [4]
     mine.clear(store=False)
     assert not tmp_path.exists()
     with pytest.raises(ValueError, match="run='B-': use only lower-case letters and digits"):
         Pieces(run="B-")
 
 
-class Slow(MemoryShelf):
+class Slow(MemoryStorage):
     """A place that takes what it is given when it may."""
 
     def __init__(self) -> None:
@@ -162,18 +168,18 @@ class Slow(MemoryShelf):
 
 def test_a_place_still_being_written_to_is_left_out() -> None:
     pieces = Pieces(store="memory://unused")
-    slow = pieces.shelves[Tier.STORE] = Slow()
+    slow = pieces.shelves[StorageTier.STORE] = Slow()
     own = state()
     pieces.put(kept(4), own, MODEL.buckets, own.columns, bytes)
-    while pieces.busy > {Tier.STORE}:  # its files are not prepared yet
+    while pieces.busy > {StorageTier.STORE}:  # its files are not prepared yet
         time.sleep(0.01)
-    assert pieces.busy == {Tier.STORE}
+    assert pieces.busy == {StorageTier.STORE}
     pieces.put(kept(5), own, MODEL.buckets, own.columns, bytes, without=pieces.busy)
     slow.may.set()
     pieces.wait()
     assert not pieces.busy
-    assert sorted(pieces.held(Tier.STORE)) == [kept(4)]
-    assert pieces.written == {Tier.MEMORY: kept(5), Tier.STORE: kept(4)}
+    assert sorted(pieces.held(StorageTier.STORE)) == [kept(4)]
+    assert pieces.written == {StorageTier.MEMORY: kept(5), StorageTier.STORE: kept(4)}
 
 
 def test_a_step_without_its_common_part_does_not_count(tmp_path: Path) -> None:
@@ -183,12 +189,12 @@ def test_a_step_without_its_common_part_does_not_count(tmp_path: Path) -> None:
     pieces.wait()
     (tmp_path / "step-4.-a1" / "common.pt").unlink()
     (tmp_path / "notes.txt").write_text("of mine")
-    assert pieces.held(Tier.DISK) == {}
+    assert pieces.held(StorageTier.DISK) == {}
 
 
 def test_damage_is_told(tmp_path: Path) -> None:
     own = state()
-    place = DiskShelf(tmp_path)
+    place = DiskStorage(tmp_path)
     pieces = Pieces(memory=False, disk=tmp_path)
     pieces.put(kept(4), own, MODEL.buckets, own.columns, bytes)
     pieces.wait()
@@ -208,7 +214,7 @@ def test_damage_is_told(tmp_path: Path) -> None:
 
 def read_all(pieces: Pieces, piece: StatePiece, own: OwnedState) -> None:
     for column, dtype in own.columns["tiny"].items():
-        pieces.reader(Tier.DISK, kept(4), piece, whole=True).read("tiny", column, 0, 2, dtype)
+        pieces.reader(StorageTier.DISK, kept(4), piece, whole=True).read("tiny", column, 0, 2, dtype)
 
 
 def test_what_a_store_raises_is_told_once(tmp_path: Path) -> None:
@@ -219,7 +225,7 @@ def test_what_a_store_raises_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="store"):
         pieces.wait()
     pieces.wait()
-    assert sorted(pieces.held(Tier.MEMORY)) == [kept(4)]
+    assert sorted(pieces.held(StorageTier.MEMORY)) == [kept(4)]
 
 
 def test_no_place_is_refused() -> None:
@@ -237,7 +243,7 @@ def test_a_piece_is_a_safetensors_file() -> None:
     assert torch.equal(found["tiny"]["tiny|"], own.column("tiny", ""))
 
 
-class Full(MemoryShelf):
+class Full(MemoryStorage):
     """A place with room for a few files."""
 
     def put(self, name: str, data: bytes) -> None:
@@ -248,10 +254,10 @@ class Full(MemoryShelf):
 
 def test_what_could_not_be_written_whole_is_removed() -> None:
     pieces = Pieces(store="memory://unused")
-    full = pieces.shelves[Tier.STORE] = Full()
+    full = pieces.shelves[StorageTier.STORE] = Full()
     own = state()
     pieces.put(kept(4), own, MODEL.buckets, own.columns, bytes)
     with pytest.raises(OSError, match="No space left"):
         pieces.wait()
     assert full.files == {}
-    assert pieces.written == {Tier.MEMORY: kept(4)}
+    assert pieces.written == {StorageTier.MEMORY: kept(4)}

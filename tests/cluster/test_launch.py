@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from hydragraph.cluster.failure.newest_watch import newest_watch
 from hydragraph.cluster.launch import _of_this_rank, join, launch
-from hydragraph.cluster.processes.launched_ranks import Stops, answering_server, forget, outcome_of, start
+from hydragraph.cluster.processes.launched_ranks import StoppedProcesses, answering_server, forget, outcome_of, start
 from hydragraph.cluster.processes.rank_process import Died
 from hydragraph.cluster.processes.rendezvous_stores import hosted
 from hydragraph.errors import RankFailure, Unsupported
@@ -380,6 +380,6 @@ def test_a_process_that_cannot_be_started_is_one_that_has_died(error: Exception,
     outcome = outcome_of(member)
     assert isinstance(outcome, Died)
     assert re.match(how, outcome.how)
-    assert not Stops().look([member])
+    assert not StoppedProcesses().look([member])
     forget(member)
     member.process.close()

@@ -14,8 +14,8 @@ import pytest
 from hydragraph.cluster.moving_store import MovingStore, follows, write_address
 from hydragraph.cluster.processes.rendezvous_stores import client, hosted
 from hydragraph.cluster.rendezvous.member import Member
-from hydragraph.cluster.rendezvous.protocol import Generation, Orders, Said
-from hydragraph.cluster.rendezvous.store_registers import Peer, Registers
+from hydragraph.cluster.rendezvous.protocol import CoordinatorRegister, Generation, MemberRegister
+from hydragraph.cluster.rendezvous.store_registers import MemberDescription, Registers
 from hydragraph.errors import RankFailure
 
 HOST = "127.0.0.1"
@@ -64,11 +64,11 @@ def test_a_member_does_not_wait_for_a_peer_that_the_next_store_does_not_know(tmp
     first, second = hosted(HOST, 0), hosted(HOST, 0)
     write_address(str(tmp_path), HOST, first.port)
     registers = Registers(client(HOST, first.port))
-    registers.order(Orders())
-    registers.say(1, Said())
-    registers.introduce(Peer(0, 0, 1, HOST))
+    registers.order(CoordinatorRegister())
+    registers.say(1, MemberRegister())
+    registers.introduce(MemberDescription(0, 0, 1, HOST))
     member = Member(1, lambda: client(HOST, first.port), 1.0, str(tmp_path), 2, 0)
-    member.introduce(Peer(1, 1, 1, HOST))
+    member.introduce(MemberDescription(1, 1, 1, HOST))
     member.generation = Generation(1, (0, 1))
     assert [peer.member for peer in member.peers] == [0, 1]
     write_address(str(tmp_path), HOST, second.port)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from typer.testing import Result
 
 from hydragraph.cluster.processes.stop_requests import Interrupted
-from hydragraph.cluster.supervision.coordinator import Nodes
+from hydragraph.cluster.supervision.coordinator import RunMachines
 from hydragraph.commands.launch_process import first_seen, running_s
 from hydragraph.commands.train import _nodes, _print_events, surviving
 from hydragraph.train.config import TrainConfig
@@ -110,8 +110,8 @@ def first_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("first_of_two")
 def test_one_process_per_machine_starts_a_rank_for_each_device_unless_ranks_is_given(tmp_path: Path) -> None:
     config = surviving(TrainConfig.load(write(tmp_path, strategies="auto", ranks=None, device=None)))
-    assert _nodes(config, None) == Nodes(0, 2, "a", 5, devices=4, fills=True)
-    assert _nodes(replace(config, ranks=8), None) == Nodes(0, 2, "a", 5, devices=4)
+    assert _nodes(config, None) == RunMachines(0, 2, "a", 5, devices=4, fills=True)
+    assert _nodes(replace(config, ranks=8), None) == RunMachines(0, 2, "a", 5, devices=4)
 
 
 @pytest.mark.usefixtures("first_of_two")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.cost.compiled_replay import BACKWARD, FORWARD, PARTS, replay, scratch_of
-from hydragraph.ir.schedules.schedule import Schedule, Shape
+from hydragraph.ir.schedules.schedule import Schedule, ScheduleShape
 from hydragraph.ir.schedules.schedule_kinds import schedule_of, table_of
 from tests.cost.test_schedule_replay import Rows, pipelines, relaxed
 
@@ -25,7 +25,7 @@ def test_a_table_for_more_micro_batches_serves_fewer_in_any_order(
     for part, of_part in enumerate(rows):
         for s, row in enumerate(of_part):
             seconds[order, s, part] = row
-    table = schedule_of(schedule, Shape.alone(stages, count + more)).table(range(stages))
+    table = schedule_of(schedule, ScheduleShape.alone(stages, count + more)).table(range(stages))
     end = replay(table, stages, seconds, np.array(order), count, scratch_of(stages, count))
     assert end == relaxed(*rows, schedule)
 

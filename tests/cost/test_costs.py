@@ -15,10 +15,10 @@ import hydragraph as hg
 from hydragraph.cost.block_pieces import Constants
 from hydragraph.cost.costs import KEPT, Costs
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.instruction_work import Without
+from hydragraph.cost.instruction_work import ExcludedCosts
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.pricing import micro_batches_of
-from hydragraph.cost.rank_memory import Walk, batch_bytes
+from hydragraph.cost.rank_memory import MemoryWalk, batch_bytes
 from hydragraph.cost.stage_costs import Ring, StageCost, stages_end
 from hydragraph.cost.timeline import simulate
 from hydragraph.cost.traffic_bytes import HomeTraffic
@@ -76,7 +76,7 @@ def test_a_pipelines_seconds_are_the_simulated_ones(drawn: tuple[Strategy, int],
     strategy, ranks = drawn
     found = costs(strategy.layers, cluster(ranks, outer=Interconnect(1e9, 1e-5)))
     assignment = assigned(lengths)
-    work = Without(found.work(strategy, assignment), "pull", "push", "ending")
+    work = ExcludedCosts(found.work(strategy, assignment), "pull", "push", "ending")
     simulated = found._timeline(strategy, assignment.counts, work).seconds
     assert found.pipeline(strategy.pipelines[0], strategy.schedule).seconds(lengths) == pytest.approx(simulated)
 
@@ -112,7 +112,7 @@ def test_a_planned_iteration_takes_what_is_simulated(drawn: tuple[Strategy, Cost
     plan = assign_pipelines([found.pipeline(p) for p in strategy.pipelines], lengths)
     assert found.seconds(strategy, plan) == pytest.approx(hg.simulate(found, strategy, plan).seconds, rel=0.01)
     # Without pulls, pushes and the commit, the time is exactly the recurrence of the slowest pipeline.
-    work = Without(found.work(strategy, plan), "pull", "push", "ending")
+    work = ExcludedCosts(found.work(strategy, plan), "pull", "push", "ending")
     alone = found._timeline(strategy, plan.counts, work).seconds
     assert found.seconds(strategy, plan) - found.fixed(strategy) == pytest.approx(alone)
 
@@ -122,7 +122,7 @@ def test_a_rank_that_sends_to_a_slow_one_last_pays_for_it() -> None:
     strategy = Strategy.parse("<[0]x1,[1,2]x1>", 2)
     found = costs(2, cluster(3, outer=Interconnect(1e9, 1e-5)), hg.Health({2: 5.0}))
     assignment = assigned([[50], [70]])
-    work = Without(found.work(strategy, assignment), "pull", "push", "ending")
+    work = ExcludedCosts(found.work(strategy, assignment), "pull", "push", "ending")
     simulated = found._timeline(strategy, assignment.counts, work).seconds
     assert found.pipeline(strategy.pipelines[0]).seconds([[50], [70]]) == pytest.approx(simulated, rel=1e-12)
 
@@ -187,7 +187,8 @@ def test_micro_batches_as_long_as_they_may_be_fit_in_whatever_turns_they_come(
     batches = micro_batches_of(strategy, Assignment.even(counts, longest))
     shared = [rank for rank in range(4) if len(strategy.places(rank)) > 1]
     walks = [
-        Walk(found.blocks, strategy, batches, r, 4, messages=False, traffic=HomeTraffic(found.home_of)) for r in shared
+        MemoryWalk(found.blocks, strategy, batches, r, 4, messages=False, traffic=HomeTraffic(found.home_of))
+        for r in shared
     ]
     # Memory that a micro-batch keeps from start to end is added to that of `max_len`: ids, positions and labels,
     # and its loss, which these made-up costs take to be as large as a hidden state.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hydragraph.cost.curves import Constants
-from hydragraph.cost.reach import Reach
+from hydragraph.cost.reach import AttentionReach
 
 CONSTANTS = Constants(1e-9, 2e-6, 3e-4)
 
@@ -16,7 +16,7 @@ def test_constants_by_hand() -> None:
     assert CONSTANTS.times(2).seconds([1000]) == pytest.approx(2 * CONSTANTS.seconds([1000]))
 
 
-WINDOWED = Constants(1e-9, 2e-6, 3e-4, ((Reach(window=10), 1e-6), (Reach(chunk=8), 2e-6)))
+WINDOWED = Constants(1e-9, 2e-6, 3e-4, ((AttentionReach(window=10), 1e-6), (AttentionReach(chunk=8), 2e-6)))
 
 
 def test_constants_with_windows_and_chunks_by_hand() -> None:

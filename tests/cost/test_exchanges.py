@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hydragraph.cost.exchanges import transfers
-from hydragraph.cost.traffic import Roads
+from hydragraph.cost.traffic import RankLinks
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 
 
@@ -29,7 +29,7 @@ def test_a_collective_enters_each_node_once(nodes: int, devices: int, cards: int
         if where.node_of(source) != where.node_of(target):
             entering[where.node_of(target)] += size
     assert all(size == pytest.approx(12.0 * (ranks - 1)) for size in entering.values())
-    seconds = Roads(where, np.arange(ranks)).slowest_s(moved)
+    seconds = RankLinks(where, np.arange(ranks)).slowest_s(moved)
     assert seconds == pytest.approx(12.0 * (ranks - 1) * (1 / 10 / cards + (1 - 1 / cards) / 100), rel=0.01)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.graph_footprint import Sizes, footprint, halves_footprint, most_alive
+from hydragraph.cost.graph_footprint import TracedSizes, footprint, halves_footprint, most_alive
 from hydragraph.ir.program import Program
 from hydragraph.kernels.linear_cross_entropy import working_bytes
 from hydragraph.passes.variants import Variants
@@ -87,10 +87,10 @@ def test_a_graph_takes_at_most_what_lives_at_once() -> None:
     for node in nodes:
         node.meta["val"] = torch.empty(100)
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    assert most_alive(module, Sizes("", 1.0, 2)) == 2 * 400  # an operand and its result
+    assert most_alive(module, TracedSizes("", 1.0, 2)) == 2 * 400  # an operand and its result
 
 
-def walked(graph: fx.GraphModule, sizes: Sizes) -> int:
+def walked(graph: fx.GraphModule, sizes: TracedSizes) -> int:
     """Return what lives at most, node by node."""
     nodes = list(graph.graph.nodes)
     order = {node: i for i, node in enumerate(nodes)}
@@ -121,7 +121,7 @@ def test_what_lives_at_most_is_what_a_walk_finds(kind: StageKind, fused: bool) -
     for block in {each.template: each for each in program.blocks}.values():
         variant = variants.get(block, part)
         for batch in (MicroBatch(2 * kind.tp, 1), MicroBatch(4096 * kind.tp, 3)):
-            sizes = Sizes.of(variant, part, batch)
+            sizes = TracedSizes.of(variant, part, batch)
             for graph in (variant.forward, variant.backward):
                 assert most_alive(graph, sizes) == walked(graph, sizes)
 

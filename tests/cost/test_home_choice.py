@@ -14,7 +14,7 @@ import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.home_candidates import subsets
 from hydragraph.cost.home_choice import HomeQuestion, choose_home, expected_s, numbers
-from hydragraph.cost.traffic import Roads
+from hydragraph.cost.traffic import RankLinks
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.layout import home as home_layout
 from hydragraph.spec.assignment import Assignment
@@ -54,7 +54,7 @@ def texts(draw: st.DrawFn) -> str:
 def exchanged_s(owned: Costs, strategy: Strategy) -> dict[str, float]:
     """Return the seconds of the slowest rank for every bucket's exchanges, by what the simulation moves."""
     work = owned.work(strategy, Assignment.even([1] * len(strategy.pipelines), 64))
-    roads = Roads(owned.cluster, np.arange(owned.ranks))
+    roads = RankLinks(owned.cluster, np.arange(owned.ranks))
     return {
         bucket.name: sum(
             roads.slowest_s(moved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.cost.live_values import Alive
+from hydragraph.cost.live_values import LiveValues
 
 NAMES = "abcdef"
 
@@ -13,7 +13,7 @@ NAMES = "abcdef"
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.sets(st.sampled_from(NAMES)))))
 def test_sums_are_those_of_what_is_still_kept(events: list[tuple[str, set[str]]]) -> None:
     """A name that is alive ends; one that is not begins, and shares the storages of others."""
-    alive = Alive()
+    alive = LiveValues()
     kept: dict[str, set[tuple[str, int]]] = {}
     for number, (name, shared) in enumerate(events):
         if name in kept:
@@ -31,7 +31,7 @@ def test_sums_are_those_of_what_is_still_kept(events: list[tuple[str, set[str]]]
 
 
 def test_a_shared_storage_goes_with_its_last_value() -> None:
-    alive = Alive()
+    alive = LiveValues()
     alive.add("h", "activations", 100)
     alive.add("s", "activations", 7, "h", "unknown")
     alive.drop("h")
@@ -41,7 +41,7 @@ def test_a_shared_storage_goes_with_its_last_value() -> None:
 
 
 def test_of_other_values_it_keeps_the_named_storages() -> None:
-    alive = Alive()
+    alive = LiveValues()
     alive.add("h", "activations", 3)
     alive.add("s", "activations", 20, "h")
     alive.add("t", "activations", 100, "s", named={"h"})
@@ -52,7 +52,7 @@ def test_of_other_values_it_keeps_the_named_storages() -> None:
 
 
 def test_bytes_that_another_value_holds_from_now_on_count_once() -> None:
-    alive = Alive()
+    alive = LiveValues()
     alive.add("s", "activations", 20)
     alive.shrink("s", "activations", 5)
     alive.add("o", "activations", 5, "s", named=())

@@ -10,7 +10,7 @@ import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.cost.rank_memory import Walk
+from hydragraph.cost.rank_memory import MemoryWalk
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from hydragraph.spec.home import Home
 from hydragraph.spec.pipeline import Pipeline, Stage
@@ -65,13 +65,13 @@ def test_stages_that_are_left_out_never_decide(pipeline: Pipeline, memory: tuple
 def test_few_stages_of_a_deep_pipeline_are_walked() -> None:
     costs = costs_of((10**9, 10**9))
     walked = []
-    begin = Walk.__init__
+    begin = MemoryWalk.__init__
 
-    def counted(walk: Walk, *args: object, **options: object) -> None:
+    def counted(walk: MemoryWalk, *args: object, **options: object) -> None:
         walked.append(args[3])
         begin(walk, *args, **options)  # type: ignore[arg-type]
 
-    with patch.object(Walk, "__init__", counted):
+    with patch.object(MemoryWalk, "__init__", counted):
         assert costs.max_len(Strategy.parse("<tp1,pp7>", LAYERS).pipelines[0]) > 0
         assert walked == [0, 1, 6], "the first, one between, the last"
         assert costs.changed(health=hg.Health({2: 3.0})).max_len(Strategy.parse("<tp1,pp7>", LAYERS).pipelines[0]) > 0

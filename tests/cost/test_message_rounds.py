@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.cost.traffic import Roads, Transfers
+from hydragraph.cost.traffic import RankLinks, Transfers
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 
 KNEE = ((1e3, 1e8), (1e5, 1e9), (1e6, 8e8))
@@ -35,7 +35,7 @@ def test_the_slowest_rank_is_that_of_the_sums(data: st.DataObject, cluster: Clus
     sizes = st.sampled_from((0.0, 10.0, 1e3, 3e4, 1e5, 4e6))
     pairs = {pair: data.draw(sizes) for pair in every}
     handling = np.array([data.draw(st.sampled_from((1.0, 2.5))) for _ in ranks])
-    roads = Roads(cluster, np.array(ranks), handling)
+    roads = RankLinks(cluster, np.array(ranks), handling)
     assert roads.slowest_s(Transfers.of(pairs)) == pytest.approx(slowest(cluster, pairs, handling.tolist()), rel=1e-12)
 
 

@@ -12,7 +12,7 @@ from hydragraph.cost.curves import Constants
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.profile_record import saved
-from hydragraph.cost.reach import Reach
+from hydragraph.cost.reach import AttentionReach
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.stage_kind import StageKind
 from tests.cost.measured import PIECES, measured
@@ -59,7 +59,7 @@ def test_a_measured_profile_is_saved_whole(tmp_path: Path) -> None:
 
 def test_types_sizes_and_curves_are_saved_too(tmp_path: Path) -> None:
     piece = BlockPiece(
-        Constants(2e-9, 0.0, 1e-3, ((Reach(window=10), 1e-6), (Reach(chunk=8), 2e-6))),
+        Constants(2e-9, 0.0, 1e-3, ((AttentionReach(window=10), 1e-6), (AttentionReach(chunk=8), 2e-6))),
         Constants(1e-9, 1e-6, 1e-3),
         parameters=7,
         held=HELD,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hydragraph.cost.compiled_replay import FORWARD, PARTS, replay, scratch_of
 from hydragraph.cost.curves import Constants
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.cost.reach import Reach
+from hydragraph.cost.reach import AttentionReach
 from hydragraph.cost.stage_arrays import StageTerms, add_pairs, fill_row, pairs_of, stage_terms, table_at
-from hydragraph.cost.stage_costs import Hop, StageCost
+from hydragraph.cost.stage_costs import NeighborMessages, StageCost
 from hydragraph.spec.cluster import Interconnect
 from tests.planner.examples import pipelines, with_stages
 
@@ -57,8 +57,8 @@ def test_a_pipeline_ends_when_its_cost_says(kind: PipelineCost, batches: list[li
 @given(BATCHES, st.integers(1, 400), st.integers(1, 400))
 @settings(max_examples=30)
 def test_windows_and_chunks_cost_what_curves_say(batches: list[list[int]], window: int, chunk: int) -> None:
-    first = Constants(1e-6, 1e-3, 0.1, ((Reach(window), 1e-5),))
-    second = Constants(0.0, 1e-3, 0.1, ((Reach(chunk=chunk), 2e-5), (Reach(window, chunk), 1e-5)))
+    first = Constants(1e-6, 1e-3, 0.1, ((AttentionReach(window), 1e-5),))
+    second = Constants(0.0, 1e-3, 0.1, ((AttentionReach(chunk=chunk), 2e-5), (AttentionReach(window, chunk), 1e-5)))
     stages = tuple(StageCost((((1.0, k),),), (((2.0, k),),)) for k in (first, second))
     kind = PipelineCost(0.0, 1.0, 0.5, 2, 9999, 1, 2, stages)
     for lower in (False, True):
@@ -67,7 +67,7 @@ def test_windows_and_chunks_cost_what_curves_say(batches: list[list[int]], windo
 
 @given(st.integers(0, 99), st.none() | st.integers(1, 99), st.none() | st.integers(1, 99))
 def test_compiled_pairs_are_those_of_the_reach(length: int, window: int | None, chunk: int | None) -> None:
-    reach = Reach(window, chunk)
+    reach = AttentionReach(window, chunk)
     assert pairs_of(*reach.order, float(length)) == reach.pairs(length)
 
 
@@ -83,6 +83,6 @@ def test_kinds_of_other_depths_stand_side_by_side() -> None:
 def test_links_with_measured_points_are_left_to_exact_seconds() -> None:
     kind = PipelineCost(0.0, 1.0, 0.5, 2, 99, 1, 1)
     first, second = (StageCost((((1.0, kind.envelope),),), (((2.0, kind.envelope),),)) for _ in range(2))
-    stages = (replace(first, ahead=Hop((Interconnect(1e9, 0.0, ((1e3, 1e8),)),), 4096)), second)
+    stages = (replace(first, ahead=NeighborMessages((Interconnect(1e9, 0.0, ((1e3, 1e8),)),), 4096)), second)
     assert not stage_terms([replace(kind, parts=stages)], 1).faithful[0]
     assert stage_terms([replace(kind, parts=(first, second))], 1).faithful[0]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydragraph.cost.instruction_work import Without
+from hydragraph.cost.instruction_work import ExcludedCosts
 from hydragraph.cost.timeline import Timeline, simulate
 from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.program_outline import Outline
@@ -167,7 +167,7 @@ def test_sums_are_handed_on_while_the_next_push_goes_on() -> None:
     assert (spans["layer.1"], spans["layer.0"]) == ((3, 6), (4, 9))
     assert found.busy_s(0, Stream.PUSH) == 6
     assert found.seconds == sum(found.critical_path.by_kind.values()) == 9
-    assert timeline(strategy, [1, 0], Without(work, "push"), Interconnect(4.0, 0.0)).seconds == 4
+    assert timeline(strategy, [1, 0], ExcludedCosts(work, "push"), Interconnect(4.0, 0.0)).seconds == 4
 
 
 def test_messages_in_and_out_run_at_once_and_one_after_another() -> None:

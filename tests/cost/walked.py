@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.rank_memory import Memory, Walk
+from hydragraph.cost.rank_memory import Memory, MemoryWalk
 from hydragraph.cost.traffic_bytes import HomeTraffic
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.spec.home import Home
@@ -26,6 +26,8 @@ def rank_memory(
     home: Home | None = None,
     over: Mapping[int, Sequence[str]] | None = None,
 ) -> Memory:
-    """Return a rank's peak in one training iteration; for the arguments, see `Walk`."""
+    """Return a rank's peak in one training iteration; for the arguments, see `MemoryWalk`."""
     traffic = HomeTraffic(HomeLayouts(home or Home(), ranks).of)
-    return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages, traffic=traffic, over=over).peak()
+    return MemoryWalk(
+        blocks, strategy, micro_batches, rank, ranks, messages=messages, traffic=traffic, over=over
+    ).peak()

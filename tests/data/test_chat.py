@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, normalizers, processors
 
 from hydragraph.data.chat import DocumentEncoder
 from hydragraph.data.chat import chatml as chatml_for
-from hydragraph.data.documents import AlpacaRecord, Completion, Conversation, Fields, TokenIds, texts_of
+from hydragraph.data.documents import AlpacaRecord, Completion, Conversation, FieldNames, TokenIds, texts_of
 from hydragraph.data.template import ChatTemplate
 from hydragraph.data.token_file import encode_texts
 from hydragraph.data.tokenizer import train_bpe
@@ -29,7 +29,7 @@ TURNS = [
 
 
 def chat(turns: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> Conversation:
-    document = Fields().document({"messages": turns, "tools": tools}, "chat", "here")
+    document = FieldNames().document({"messages": turns, "tools": tools}, "chat", "here")
     assert isinstance(document, Conversation)
     return document
 
@@ -164,7 +164,7 @@ def test_token_ids_are_taken_as_they_are() -> None:
 
 def test_alpaca_is_a_conversation_only_where_there_is_a_template() -> None:
     record = {"instruction": "what", "input": "it", "output": "hello"}
-    document = Fields().document(record, "alpaca", "here")
+    document = FieldNames().document(record, "alpaca", "here")
     assert isinstance(document, AlpacaRecord)
     plain = DocumentEncoder(TOKENIZER, END).encode(document, "here")
     text = TOKENIZER.decode(list(plain.ids), skip_special_tokens=False)

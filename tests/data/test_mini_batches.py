@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hydragraph.data.mini_batches import Drawn, MiniBatches, Split, cut, split_documents
-from hydragraph.data.token_file import Encoded, TokenFile, write_encoded
+from hydragraph.data.token_file import EncodedDocument, TokenFile, write_encoded
 from hydragraph.data.tokenizer import train_bpe
 from tests.data.written import tokens_of, write_tokens
 
@@ -246,7 +246,7 @@ def test_sequences_are_the_documents_themselves(file: TokenFile) -> None:
 
 
 def targeted(folder: Path, documents: list[tuple[list[int], list[bool]]]) -> TokenFile:
-    encoded = [[Encoded(ids, targets)] for ids, targets in documents]
+    encoded = [[EncodedDocument(ids, targets)] for ids, targets in documents]
     return write_encoded(folder / "targeted", encoded, 40_000, 1, True)
 
 
@@ -320,7 +320,7 @@ def answers(targets: list[tuple[int, int]], prompt: int = 3) -> Iterator[TokenFi
     """A file of pairs, whose answers have these lengths and follow a prompt; the id of a token is its pair."""
     with tempfile.TemporaryDirectory() as folder:
         documents = [
-            Encoded([pair] * (prompt + length), [False] * prompt + [True] * length)
+            EncodedDocument([pair] * (prompt + length), [False] * prompt + [True] * length)
             for pair, lengths in enumerate(targets)
             for length in lengths
         ]

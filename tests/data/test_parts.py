@@ -10,12 +10,14 @@ import pytest
 
 from hydragraph.data import token_file
 from hydragraph.data.chat import DocumentEncoder
-from hydragraph.data.corpus import Placed
+from hydragraph.data.corpus import PlacedDocument
 from hydragraph.data.documents import Completion
 from hydragraph.data.parts import EncodedParts
 from tests.data.chats import encoder
 
-DOCUMENTS = [Placed(f"f:{i}", Completion("what ", "is it " * i) if i % 3 else f"hello {i}") for i in range(1, 12)]
+DOCUMENTS = [
+    PlacedDocument(f"f:{i}", Completion("what ", "is it " * i) if i % 3 else f"hello {i}") for i in range(1, 12)
+]
 ENCODER = DocumentEncoder(encoder(), 0)
 
 
@@ -30,7 +32,7 @@ def test_what_is_done_is_not_done_again(stop: int, tmp_path: Path, monkeypatch: 
     encoded = [ENCODER.encode(placed.document, placed.place) for placed in DOCUMENTS if placed.document]
     expected = [(list(d.ids), [True] * len(d.ids) if d.targets is None else list(d.targets)) for d in encoded]
 
-    def interrupted() -> Iterator[Placed]:
+    def interrupted() -> Iterator[PlacedDocument]:
         yield from DOCUMENTS[:stop]
         raise KeyboardInterrupt
 
@@ -51,7 +53,7 @@ def test_what_is_done_is_not_done_again(stop: int, tmp_path: Path, monkeypatch: 
 
 def test_texts_alone_need_no_marks(tmp_path: Path) -> None:
     parts = EncodedParts(tmp_path / "parts")
-    assert list(parts.encoded([Placed("a", "hello"), Placed("b", "there")], ENCODER)) == [2]
+    assert list(parts.encoded([PlacedDocument("a", "hello"), PlacedDocument("b", "there")], ENCODER)) == [2]
     assert not parts.targeted
     ids = [np.asarray(document.ids).tolist() for part in parts.read() for document in part]
     assert ids == [[*ENCODER.tokenizer.encode(text).ids, 0] for text in ("hello", "there")]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hydragraph.data import corpus
-from hydragraph.data.documents import Conversation, Fields
+from hydragraph.data.documents import Conversation, FieldNames
 from hydragraph.data.tables import columns, rows, saved_files
 from tests.data.written import documents
 
@@ -53,7 +53,7 @@ def test_conversations_are_read_from_tables(tmp_path: Path) -> None:
     found = list(documents([tmp_path / "chat.parquet"]))
     assert found == [Conversation(tuple(turns)) for turns in CHAT]
     with pytest.raises(ValueError, match=r"chat.parquet: no column 'prompt': set prompt_field to one of"):
-        list(documents([tmp_path], fields=Fields(format="completion")))
+        list(documents([tmp_path], fields=FieldNames(format="completion")))
 
 
 def test_directories_that_datasets_saved_are_read_in_order(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hydragraph.data.documents import Conversation, Fields, Preference
+from hydragraph.data.documents import Conversation, FieldNames, Preference
 from hydragraph.data.template import ChatTemplate
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|end|>", "<|start|>", "<|return|>", "<|user|>", "<|assistant|>", "<eos>")
@@ -85,7 +85,7 @@ TALK = [("user", "Q"), ("assistant", "A"), ("user", "A"), ("assistant", "B")]
 
 def chat(*turns: Any, **more: Any) -> Conversation:
     said = [{"role": turn[0], "content": turn[1]} if isinstance(turn, tuple) else turn for turn in turns]
-    document = Fields().document({"messages": said, **more}, "chat", "here")
+    document = FieldNames().document({"messages": said, **more}, "chat", "here")
     assert isinstance(document, Conversation)
     return document
 
@@ -176,11 +176,11 @@ def test_an_answer_of_weight_0_is_not_trained(template: str) -> None:
 def test_only_the_answer_to_a_prompt_is_trained(train_on: str) -> None:
     *before, answer = [{"role": role, "content": content} for role, content in TALK]
     expected = trained(PHI3, chat(*TALK), "last")
-    completion = Fields().document({"prompt": before, "completion": [answer]}, "completion", "here")
+    completion = FieldNames().document({"prompt": before, "completion": [answer]}, "completion", "here")
     assert isinstance(completion, Conversation)
     assert trained(PHI3, completion, train_on) == expected
     other = {"role": "assistant", "content": "C"}
-    pair = Fields().document({"prompt": before, "chosen": [answer], "rejected": [other]}, "preference", "here")
+    pair = FieldNames().document({"prompt": before, "chosen": [answer], "rejected": [other]}, "preference", "here")
     assert isinstance(pair, Preference)
     assert isinstance(pair.chosen, Conversation)
     assert trained(PHI3, pair.chosen, train_on) == expected

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hydragraph as hg
-from hydragraph.cluster.failure.rank_watch import Watch
+from hydragraph.cluster.failure.rank_watch import RankWatch
 from hydragraph.cluster.launch import apart
 from hydragraph.engine.api import _given
 from hydragraph.engine.collective_call import CollectiveCalls, collective
@@ -37,7 +37,7 @@ class Calls(CollectiveCalls):
 
 
 def test_two_threads_call_one_after_the_other() -> None:
-    calls = Calls(Watch(None, 0, 1))
+    calls = Calls(RankWatch(None, 0, 1))
     assert calls.evaluate(calls.step) == "stepped"
     with ThreadPoolExecutor(1) as other:
         with pytest.raises(ValueError, match="step: another thread is in evaluate; make one call at a time"):

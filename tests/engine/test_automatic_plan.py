@@ -29,7 +29,7 @@ from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.engine import automatic_plan, profile_cache
 from hydragraph.engine.candidate_strategies import Planning
-from hydragraph.engine.discovery import Discovered, cluster_of, discover
+from hydragraph.engine.discovery import DiscoveredCluster, cluster_of, discover
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.planner import plan as planning
 from hydragraph.runtime.device_reports import DeviceReport, types_of
@@ -229,7 +229,7 @@ def test_times_that_a_busy_machine_made_useless_are_measured_again(why: str, sto
         return replace(profile, unfit={StageKind(2): why}), types
 
     groups = Groups(join("cpu"), timedelta(minutes=2))
-    subject = automatic_plan.Subject.of(program, initial_buffers(model), "eager", Home(), None)
+    subject = automatic_plan.PlanningSubject.of(program, initial_buffers(model), "eager", Home(), None)
     found = discover(groups, lambda: 1000.0)
     with mock.patch.object(profile_cache, "folder", return_value=tmp_path):
         for _ in range(2):
@@ -244,7 +244,7 @@ def test_times_that_a_busy_machine_made_useless_are_measured_again(why: str, sto
 def test_types_divided_by_the_times_of_blocks_are_planned_and_cached(tmp_path: Path) -> None:
     program, model = captured("llama")
     groups = Groups(join("cpu"), timedelta(minutes=2))
-    subject = automatic_plan.Subject.of(program, initial_buffers(model), "eager", Home(), None)
+    subject = automatic_plan.PlanningSubject.of(program, initial_buffers(model), "eager", Home(), None)
     found = discover(groups, lambda: 1000.0)
     name = found.types[0]
     found = replace(found, reports=found.reports * 2, types=()).divided((name, name))
@@ -268,14 +268,14 @@ def test_types_divided_by_the_times_of_blocks_are_planned_and_cached(tmp_path: P
 def test_two_types_are_measured_again_only_if_their_ratio_has_changed(
     speeds: tuple[float, float], recalled: bool, tmp_path: Path
 ) -> None:
-    def starting(*products_per_s: float) -> Discovered:
+    def starting(*products_per_s: float) -> DiscoveredCluster:
         reports = tuple(
             DeviceReport(f"n{i}", f"h{i}", "cpu", 10**9, per_s, 1e9, 1e9, 1, "", ())
             for i, per_s in enumerate(products_per_s)
         )
         network = (Interconnect(1e9, 1e-5),) * 2
         links = MeasuredLinks((None, None), network, network, (1, 1))
-        return Discovered(reports, types := types_of(reports), links, cluster_of(reports, types, links))
+        return DiscoveredCluster(reports, types := types_of(reports), links, cluster_of(reports, types, links))
 
     first, later = starting(102.0, 38.0), starting(*speeds)
     keys = [automatic_plan._Keys("shared", f"own{rank}") for rank in range(2)]
@@ -292,7 +292,7 @@ def test_two_types_are_measured_again_only_if_their_ratio_has_changed(
 @pytest.mark.parametrize(("full", "tries"), [(0.5, [False]), (0.9, [False, True])])
 def test_recomputation_is_measured_if_the_plan_fills_a_device(full: float, tries: list[bool]) -> None:
     program, model = captured("llama")
-    subject = automatic_plan.Subject.of(program, initial_buffers(model), "eager", Home(), None)
+    subject = automatic_plan.PlanningSubject.of(program, initial_buffers(model), "eager", Home(), None)
     where = Cluster((Device(1e11, 8 * 10**9, 1e10, type="g"),), Interconnect(1e9, 1e-5), Interconnect(1e9, 1e-5))
     costs = mock.Mock(return_value=(Costs(datasheet(program, where, 1.0, [1]), where), "made up"))
     plan = automatic_plan._Plan((hg.Strategy.parse("<tp1,pp1>", program.layers),), ("plan",), 0.0, full)
@@ -341,7 +341,7 @@ def of_other_depth() -> None:
 
 
 def test_a_device_too_small_for_any_layer_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    def small(groups: Any, probe: Any = None) -> Discovered:
+    def small(groups: Any, probe: Any = None) -> DiscoveredCluster:
         found = discover(groups, lambda: 1000.0)
         devices = tuple(replace(device, memory_bytes=200_000) for device in found.cluster.devices)
         return replace(found, cluster=replace(found.cluster, devices=devices))

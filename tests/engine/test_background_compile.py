@@ -12,7 +12,7 @@ import torch
 
 import hydragraph as hg
 from hydragraph.cluster.once_per_node import OfferedFile
-from hydragraph.engine.background_compile import Beforehand, Readying, made
+from hydragraph.engine.background_compile import BackgroundCompile, StrategyPreparation, made
 from hydragraph.engine.candidate_strategies import Planning, request_of
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Program
@@ -53,16 +53,16 @@ def trained(prepared: Ready, refused: bool) -> list[str]:
 
     step()
     Variants._made = refuse  # type: ignore[method-assign, assignment]
-    take = Readying.take
+    take = StrategyPreparation.take
     if refused:
-        Readying.take = lambda *of: take(*of) or "it computes something else"  # type: ignore[method-assign]
+        StrategyPreparation.take = lambda *of: take(*of) or "it computes something else"  # type: ignore[method-assign]
         ask()
         while together(exe.rank == 0 and exe.changing):
             step()
         assert len(names) > 3, "steps continue while it is compiled"
         assert exe.rank or exe.change_refused == "it computes something else"
         assert names.count(str(OTHER)) == 0
-        Readying.take = take  # type: ignore[method-assign]
+        StrategyPreparation.take = take  # type: ignore[method-assign]
     ask()
     while step() != str(OTHER):
         pass
@@ -116,12 +116,12 @@ def test_what_a_check_refuses_is_not_handed_on() -> None:
 def test_only_what_was_never_compiled_is_made_and_by_one_rank_of_a_machine() -> None:
     known = variants()
     known.compile([RUNNING])
-    assert Readying(known, None, makes=True).begin([RUNNING]) is None
-    assert Readying(known, None, makes=False).begin([OTHER]) is None
+    assert StrategyPreparation(known, None, makes=True).begin([RUNNING]) is None
+    assert StrategyPreparation(known, None, makes=False).begin([OTHER]) is None
 
 
 def test_a_process_that_dies_offers_nothing_and_is_waited_for_no_longer() -> None:
-    making = Beforehand(variants(), None, [OTHER])
+    making = BackgroundCompile(variants(), None, [OTHER])
     while making._process is None:
         time.sleep(0.01)
     making._process.kill()
@@ -135,7 +135,7 @@ def test_a_process_that_dies_offers_nothing_and_is_waited_for_no_longer() -> Non
 
 @thorough
 def test_a_process_whose_rank_is_gone_ends() -> None:
-    making = Beforehand(variants(), None, [OTHER])
+    making = BackgroundCompile(variants(), None, [OTHER])
     while making._process is None:
         time.sleep(0.01)
     assert making._process.stdin is not None
@@ -147,4 +147,4 @@ def test_a_process_whose_rank_is_gone_ends() -> None:
 def test_what_cannot_be_read_is_made_by_ranks_themselves(tmp_path: Path) -> None:
     (tmp_path / "made").write_bytes(b"something else")
     tmp_path.chmod(0o700)
-    assert Readying(variants(), None, makes=False).take(OfferedFile(str(tmp_path / "made"), "0" * 64)) == ""
+    assert StrategyPreparation(variants(), None, makes=False).take(OfferedFile(str(tmp_path / "made"), "0" * 64)) == ""

@@ -13,7 +13,7 @@ from hydragraph.cost.block_pieces import Constants
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.engine import candidate_strategies
-from hydragraph.engine.strategy_selector import Chooser
+from hydragraph.engine.strategy_selector import StrategySelector
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from tests import models
 from tests.engine.test_planning_service import pids_of
@@ -95,7 +95,7 @@ def planning_processes(prepared: Ready) -> list[int]:
             exe.move(again, hg.Home(), everybody)
         exe.announce(batch)
         exe.step(batch)
-        chooser: Chooser = exe._chooser
+        chooser: StrategySelector = exe._chooser
         planner = chooser._planner
         if planner is not None:
             assert planner._service is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from hydragraph.engine.discovery import Discovered, cluster_of
+from hydragraph.engine.discovery import DiscoveredCluster, cluster_of
 from hydragraph.runtime.device_reports import DeviceReport, types_of
 from hydragraph.runtime.link_measurement import MeasuredLinks
 from hydragraph.spec.cluster import Cluster, Interconnect
@@ -15,12 +15,12 @@ SLOW = replace(ONE, products_per_s=40.0, flops_per_s=4e11)
 INNER, OUTER = Interconnect(1e11, 1e-6), Interconnect(25e6, 1e-4)
 
 
-def discovered(*reports: DeviceReport, cards: int = 1) -> Discovered:
+def discovered(*reports: DeviceReport, cards: int = 1) -> DiscoveredCluster:
     nodes = len({report.node for report in reports})
     outer = (OUTER if nodes > 1 else None,) * nodes
     links = MeasuredLinks((INNER,) * nodes, outer, outer, (cards,) * nodes)
     types = types_of(reports)
-    return Discovered(reports, types, links, cluster_of(reports, types, links))
+    return DiscoveredCluster(reports, types, links, cluster_of(reports, types, links))
 
 
 def other(report: DeviceReport) -> DeviceReport:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hydragraph as hg
 from hydragraph.cluster.communicators import Channel, Groups
-from hydragraph.engine.live_reshard import Handover
+from hydragraph.engine.live_reshard import LiveReshard
 from hydragraph.engine.session import Session
 from tests.engine.test_state_transfer import (
     CLIP,
@@ -166,7 +166,7 @@ def struck(prepared: Ready, moments: Sequence[str]) -> tuple[list[float], list[f
 
 def strike_at(patch: pytest.MonkeyPatch, exe: hg.Executable, moment: str) -> None:
     """Have this rank fail at a moment of its next handover."""
-    end, every_to_all = Handover.end, Groups.all_to_all
+    end, every_to_all = LiveReshard.end, Groups.all_to_all
     first = iter([True])
 
     def sent(self: Groups, role: Channel, *given: Any) -> Any:
@@ -174,7 +174,7 @@ def strike_at(patch: pytest.MonkeyPatch, exe: hg.Executable, moment: str) -> Non
             raise StruckError
         return every_to_all(self, role, *given)
 
-    def handed_on(self: Handover) -> None:
+    def handed_on(self: LiveReshard) -> None:
         end(self)
         raise StruckError
 
@@ -183,10 +183,10 @@ def strike_at(patch: pytest.MonkeyPatch, exe: hg.Executable, moment: str) -> Non
         raise StruckError
 
     where: list[tuple[object, str, Callable[..., Any]]] = [
-        (Handover, "begin", lambda *_: stop()),
+        (LiveReshard, "begin", lambda *_: stop()),
         (Groups, "all_to_all", sent),
-        (Handover, "end", lambda *_: stop()),
-        (Handover, "end", handed_on),
+        (LiveReshard, "end", lambda *_: stop()),
+        (LiveReshard, "end", handed_on),
         (exe._holding, "take", stop),
         (Session, "update", torn),
     ]

@@ -27,7 +27,7 @@ from hydragraph.engine import recovery
 from hydragraph.engine.candidate_strategies import Planning
 from hydragraph.engine.recovery import costs_for, home_for, strategies_for
 from hydragraph.engine.state_transfer import Moved
-from hydragraph.engine.strategy_history import Past
+from hydragraph.engine.strategy_history import StrategyHistory
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.planner import plan as planning
@@ -308,7 +308,9 @@ def test_the_result_says_whether_this_rank_finished_the_step(monkeypatch: pytest
     generations = iter([Generation(2, (0, 1), leaving=(1,)), Generation(3, (0,))])
     member = SimpleNamespace(holds=1, number=0, generation=Generation(1, (0, 1)), peers=())
     member.meet = lambda failure: next(generations)
-    exe: Any = SimpleNamespace(joined=1, past=Past(), recent=(), strategies=(), progress_s=1.0, leave=lambda: None)
+    exe: Any = SimpleNamespace(
+        joined=1, past=StrategyHistory(), recent=(), strategies=(), progress_s=1.0, leave=lambda: None
+    )
     monkeypatch.setattr(recovery, "here", lambda: member)
     monkeypatch.setattr(recovery, "_move", lambda *_: Moved(3, next(moves), None, {}, 0, 0.0))
     survived = hg.survive(exe, hg.RankFailure(1, "step", "it is lost"))
@@ -391,9 +393,9 @@ def test_a_run_that_looks_for_the_best_later_goes_on_with_a_good_plan_at_once() 
     exe: Any = SimpleNamespace(given="auto", program=program, planning=Planning(lengths=lengths))
     ran = hg.Strategy.parse("<[0]x1,[1]x3> + <[2]x2,[3]x2>", 4)
     # The leader is a newcomer without history: another rank tells it what ran in seats 0 to 3.
-    eras = Past().ended([ran], 4).eras
+    eras = StrategyHistory().ended([ran], 4).eras
     world: Any = SimpleNamespace(ranks=3, rank=0, gather=lambda value: [value, eras] if value == () else [value])
-    (found,) = strategies_for(exe, world, hg.Home(), left, Past(), [0, 2, 3])
+    (found,) = strategies_for(exe, world, hg.Home(), left, StrategyHistory(), [0, 2, 3])
     check_strategy(program, found, 3)
     workload = hg.Workload(lengths=lengths)
     costs_then = left.changed(home=hg.Home())
@@ -407,7 +409,9 @@ def test_a_run_that_looks_for_the_best_later_goes_on_with_a_good_plan_at_once() 
     assert assigned.seconds[0] <= 1.3 * assigned.seconds[1]
     nothing = costs(4, mixed()).of_ranks([0], hg.Home())
     alone: Any = SimpleNamespace(ranks=1, rank=0, gather=lambda value: [value])
-    assert strategies_for(exe, alone, hg.Home(), nothing, Past(), [0]) == (hg.Strategy.parse("<tp1,pp1>", 4),)
+    assert strategies_for(exe, alone, hg.Home(), nothing, StrategyHistory(), [0]) == (
+        hg.Strategy.parse("<tp1,pp1>", 4),
+    )
 
 
 def test_homes_of_other_ranks() -> None:

@@ -21,7 +21,7 @@ import hydragraph as hg
 from hydragraph.cluster.launch import join
 from hydragraph.cluster.rendezvous.member import CALLED
 from hydragraph.engine.session import RanksCompared, Session
-from hydragraph.engine.step_agreement import Inputs, Promise
+from hydragraph.engine.step_agreement import AgreedStep, Inputs
 from hydragraph.errors import RankFailure
 from hydragraph.ir.instruction import Instruction, Op
 from tests.models import sequences
@@ -304,6 +304,6 @@ def test_a_promise_is_of_the_very_object_and_strategy() -> None:
     assert inputs.same_as(Inputs(given, STRATEGY))
     assert not inputs.same_as(Inputs(batch(0), STRATEGY))
     assert not inputs.same_as(Inputs(given, OTHER))
-    promise = Promise(inputs)
+    promise = AgreedStep(inputs)
     assert promise.heard([says(3)] * 2)
     assert not promise.heard([says(3), says(4)])

@@ -26,7 +26,7 @@ from transformers import (
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.huggingface import attention, refuse_own_mixing
-from hydragraph.frontend.mask_patterns import Marker, is_causal, mask
+from hydragraph.frontend.mask_patterns import MaskPlaceholder, is_causal, mask
 from hydragraph.ir.program import Program
 from hydragraph.kernels.attention_settings import AttentionSettings, visible
 from hydragraph.passes.graph_node import operands, varlen
@@ -175,15 +175,15 @@ def test_a_models_own_padding_mask_is_refused() -> None:
 
 
 @pytest.mark.parametrize("use", [lambda m: m[:, 0], lambda m: m.shape, lambda m: m.to(torch.bool)])
-def test_a_marker_can_only_be_handed_on(use: Callable[[Marker], Any]) -> None:
-    marker = Marker("chunks of 8", "none")
-    assert repr(marker) == repr(Marker("chunks of 8", "none"))
+def test_a_marker_can_only_be_handed_on(use: Callable[[MaskPlaceholder], Any]) -> None:
+    marker = MaskPlaceholder("chunks of 8", "none")
+    assert repr(marker) == repr(MaskPlaceholder("chunks of 8", "none"))
     with pytest.raises(Unsupported, match="chunks of 8"):
         use(marker)
 
 
 def test_both_directions_are_refused_only_by_attention_that_looks_back() -> None:
-    both, given = Marker("both directions", "none", both_ways=True), torch.zeros(1, 2, 5, 8)
+    both, given = MaskPlaceholder("both directions", "none", both_ways=True), torch.zeros(1, 2, 5, 8)
     bounds = torch.tensor([0, 5], dtype=torch.int32)
     attention(nn.Identity(), given, given, given, both, is_causal=False, cu_seq_lens_q=bounds)  # type: ignore[arg-type]
     with pytest.raises(Unsupported, match="both directions"):
@@ -202,7 +202,7 @@ def test_masks_that_hide_nothing_are_none() -> None:
             found.append(mask(mask_function=masking_utils.or_masks(CAUSAL, vision)))
             return x
 
-    found: list[Marker | None] = []
+    found: list[MaskPlaceholder | None] = []
     torch.export.export(Masked(), (torch.zeros(1, 5),), strict=False)
     assert [None if one is None else one.kind for one in found] == [
         *(None, None, "a padding mask", "a custom pattern (or_masks)")

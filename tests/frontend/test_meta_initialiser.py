@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hydragraph as hg
-from hydragraph.engine.state_transition import Holding
+from hydragraph.engine.state_transition import StateTransition
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.meta_initialiser import initial_buffers, initial_parameters, is_meta
 from tests.models import sequences
@@ -107,7 +107,7 @@ def test_an_interrupted_initialisation_is_repeated() -> None:
             raise KeyboardInterrupt
         yield {"second": torch.ones(1)}
 
-    holding = Holding(values)
+    holding = StateTransition(values)
     holding.held = mock.Mock()
     holding.held.home.fill = filled.extend
     with pytest.raises(KeyboardInterrupt):

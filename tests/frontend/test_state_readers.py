@@ -7,7 +7,7 @@ import functools
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hydragraph.frontend.state_readers import Readers, globals_of, mentions, rates_of, variables_of
+from hydragraph.frontend.state_readers import UserFunctions, globals_of, mentions, rates_of, variables_of
 
 GAIN = 2.0
 
@@ -35,13 +35,13 @@ def switched(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_names_are_those_that_forward_leads_to() -> None:
-    names = Readers(Model(), None).names
+    names = UserFunctions(Model(), None).names
     assert {"scale", "helped", "shift", "GAIN"} <= names
     assert not names & {"fit", "steps"}
-    assert not Readers(Model(), None).reads("steps")
+    assert not UserFunctions(Model(), None).reads("steps")
     model = Model()
     model.forward = lambda x: x * getattr(model, f"scale{len(x)}")  # type: ignore[method-assign, assignment]
-    assert Readers(model, None).reads("steps")  # as this `getattr` may be given any name
+    assert UserFunctions(model, None).reads("steps")  # as this `getattr` may be given any name
     assert mentions(Model, "steps")
     assert not mentions(Model, "speed")
 
@@ -55,7 +55,7 @@ def test_functions_of_a_loss_are_followed_through_partials_and_cells() -> None:
     def loss(x: Tensor, power: int) -> Tensor:
         return inner(x) ** power
 
-    readers = Readers(nn.Linear(1, 1), functools.partial(loss, power=2))
+    readers = UserFunctions(nn.Linear(1, 1), functools.partial(loss, power=2))
     assert [f.__name__ for f in readers.functions.values()] == ["loss", "inner"]
     function = next(f for f in readers.functions.values() if f.__name__ == "inner")
     assert globals_of(function) == {"GAIN": 2.0}
@@ -66,7 +66,7 @@ def test_a_flag_beside_a_rate_of_0_decides_nothing() -> None:
     module = nn.Module()
     module.p_drop = 0.0  # type: ignore[assignment]
     assert rates_of(module) == {"p_drop": 0.0}
-    assert not Readers(nn.Module(), beside).depends_on_training([module])
-    assert Readers(nn.Module(), switched).depends_on_training([module])
+    assert not UserFunctions(nn.Module(), beside).depends_on_training([module])
+    assert UserFunctions(nn.Module(), switched).depends_on_training([module])
     module.p_drop = 0.1  # type: ignore[assignment]
-    assert Readers(nn.Module(), beside).depends_on_training([module])
+    assert UserFunctions(nn.Module(), beside).depends_on_training([module])

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from hydragraph.kernels import cubin
-from hydragraph.kernels.cubin import Usage, usage
+from hydragraph.kernels.cubin import ThreadResources, usage
 
 
 def test_registers_and_stack_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,4 +15,4 @@ def test_registers_and_stack_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = subprocess.CompletedProcess([], 0, stdout=text)
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: printed)
     monkeypatch.setattr(cubin, "_cuobjdump", lambda: "cuobjdump")
-    assert usage(b"machine code") == Usage(registers=44, stack_bytes=16)
+    assert usage(b"machine code") == ThreadResources(registers=44, stack_bytes=16)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hydragraph.cost.curves import Constants
 from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
-from hydragraph.cost.stage_costs import Hop, Ring, StageCost
+from hydragraph.cost.stage_costs import NeighborMessages, Ring, StageCost
 from hydragraph.spec.cluster import Interconnect
 
 SCHEMES: list[Scheme] = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1), (8, 2)]
@@ -101,8 +101,8 @@ def with_stages(draw: st.DrawFn, kind: PipelineCost) -> PipelineCost:
                 tuple(part(2 / 3) for _ in range(ranks)),
                 tuple(((1.0, Constants(0.0, 1e-6, 1e-3)),) for _ in range(ranks)) if draw(st.booleans()) else (),
                 (Ring(2, 1, 4096, link()), Ring(2, 2, 4096, link())) if draw(st.booleans()) else None,
-                None if last else Hop(tuple(link() for _ in range(ranks)), 4096, draw(st.integers(1, 2))),
-                None if last else Hop((link(),), 4096),
+                None if last else NeighborMessages(tuple(link() for _ in range(ranks)), 4096, draw(st.integers(1, 2))),
+                None if last else NeighborMessages((link(),), 4096),
             )
         )
     return replace(kind, parts=tuple(stages), schedule=draw(st.sampled_from(["1f1b", "1f1b", "gpipe", "zb-h1"])))

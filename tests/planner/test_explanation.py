@@ -10,7 +10,7 @@ import hydragraph as hg
 from hydragraph.cost.published_errors import FLAT
 from hydragraph.planner.brief_explanation import brief_explanation, with_causes
 from hydragraph.planner.explanation import SHOWN, explanation
-from hydragraph.planner.price_candidate import Settled
+from hydragraph.planner.price_candidate import PricedPlan
 from hydragraph.spec.cluster import Interconnect
 from tests.cost import priced
 
@@ -66,7 +66,7 @@ def test_devices_without_layers_that_own_state_are_not_idle() -> None:
     costs = priced.costs(4, priced.mixed())
     plan = hg.plan(costs, WORK, deadline_s=0.0)
     assignment = hg.Assignment.even([8], 700)
-    chosen = Settled(
+    chosen = PricedPlan(
         hg.Strategy.parse("<[0]x4>", 4), hg.Home((1, 0, 0, 1)), (assignment,), (1.0,), (1,) * 4, "", simulated=True
     )
     text = explanation(costs, WORK, chosen, plan.bound, 0, 0.0)

@@ -5,16 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.planner.improve_devices import Yard, climbed
-from hydragraph.planner.price_mini_batches import Varied
+from hydragraph.planner.improve_devices import DeviceMoves, climbed
+from hydragraph.planner.price_mini_batches import MiniBatchPrices
 from tests.cost import priced
 
 # One long sequence wants a large group, many short ones want small groups.
 WORKLOAD = hg.Workload(lengths=[[6000, *[300] * 40]])
 
 
-def yard_of(costs: hg.Costs) -> Yard:
-    return Yard(costs, WORKLOAD, WORKLOAD.longest, 0.99)
+def yard_of(costs: hg.Costs) -> DeviceMoves:
+    return DeviceMoves(costs, WORKLOAD, WORKLOAD.longest, 0.99)
 
 
 @settings(max_examples=10)
@@ -57,7 +57,7 @@ def test_moves_lead_from_small_groups_to_large_ones_and_back() -> None:
 @pytest.mark.parametrize("rates", [{}, {1: 5.42}])
 def test_climbing_is_never_worse_and_gives_long_sequences_large_groups(rates: dict[int, float]) -> None:
     costs = priced.costs(6, priced.cluster(8, 4), hg.Health(rates))
-    varied = Varied(costs, WORKLOAD.lengths)
+    varied = MiniBatchPrices(costs, WORKLOAD.lengths)
     start = hg.Strategy.parse("8*<tp1,pp1>", 6)
     found = climbed(varied, [yard_of(costs)], start, None)
     assert varied.seconds(found) < varied.seconds(start)

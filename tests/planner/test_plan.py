@@ -15,7 +15,7 @@ from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 from hydragraph.planner import plan as planning
 from hydragraph.planner.generators.metis_stages import staged
 from hydragraph.planner.plan import moved_bytes
-from hydragraph.planner.price_candidate import Settled, Shortage, owners, share_out
+from hydragraph.planner.price_candidate import PricedPlan, Shortage, owners, share_out
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.stage_kind import StageKind
 from tests.cost import priced
@@ -374,7 +374,7 @@ def test_plans_of_varying_lengths_are_compared_under_the_given_rank_numbers(monk
     nodes = (Node("slow", 2, priced.FAST, priced.SLOW), Node("fast", 2, priced.FAST, priced.SLOW))
     costs = priced.costs(4, Cluster.of(dict(priced.mixed().types), nodes))
 
-    def otherwise(_: Costs, each: Settled) -> Settled:
+    def otherwise(_: Costs, each: PricedPlan) -> PricedPlan:
         return replace(each, by_batch=tuple(1 / seconds for seconds in each.by_batch))
 
     monkeypatch.setattr(planning, "AGAIN", math.inf, raising=False)

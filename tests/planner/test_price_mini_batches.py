@@ -5,8 +5,8 @@ import pytest
 
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
-from hydragraph.planner.price_candidate import Settled, Shortage
-from hydragraph.planner.price_mini_batches import Varied, settle_best
+from hydragraph.planner.price_candidate import PricedPlan, Shortage
+from hydragraph.planner.price_mini_batches import MiniBatchPrices, settle_best
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from tests.cost import priced
 from tests.planner.promises import profile_of
@@ -21,14 +21,14 @@ STRATEGIES = ("4*<tp1,pp1>", "2*<tp2,pp1>", "<[0,1]x6> + <[2]x6> + <[3]x6>", "<[
 def test_estimates_are_near_simulations(text: str, rates: dict[int, float]) -> None:
     costs = priced.costs(6, priced.mixed(), hg.Health(rates), elements=300_000)
     strategy = hg.Strategy.parse(text, 6)
-    settled = Varied(costs, BATCHES).settle(strategy, "test")
-    assert isinstance(settled, Settled)
+    settled = MiniBatchPrices(costs, BATCHES).settle(strategy, "test")
+    assert isinstance(settled, PricedPlan)
     assert settled.simulated
     owned = costs.changed(home=settled.home)
     for assignment, seconds in zip(settled.assignments, settled.by_batch, strict=True):
         assert owned.simulate(strategy, assignment).seconds == seconds
     # Quick assignments may be worse than those of the planner, hardly better.
-    estimated = Varied(costs, BATCHES).by_batch(strategy)
+    estimated = MiniBatchPrices(costs, BATCHES).by_batch(strategy)
     assert all(0.95 * b <= a <= 1.2 * b for a, b in zip(estimated, settled.by_batch, strict=True))
 
 
@@ -37,7 +37,7 @@ def test_what_takes_no_longest_sequence_takes_infinitely_long_for_it() -> None:
     costs = priced.costs(6, Cluster.of({"fast": DeviceType(1e15, 60_000_000, 1e12)}, nodes))
     small = hg.Strategy.parse("2*<tp1,pp1>", 6)
     longest = max(p.max_len for p in costs.pipelines(small)) + 1
-    varied = Varied(costs, [[longest], [16] * 4])
+    varied = MiniBatchPrices(costs, [[longest], [16] * 4])
     for found in (varied.by_batch(small), varied.settle(small, "test").by_batch):  # type: ignore[union-attr]
         assert found[0] == math.inf
         assert math.isfinite(found[1])
@@ -46,31 +46,31 @@ def test_what_takes_no_longest_sequence_takes_infinitely_long_for_it() -> None:
 def test_the_best_by_estimate_are_settled_until_enough_fit() -> None:
     costs = priced.costs(6, priced.mixed())
     origins = {hg.Strategy.parse(text, 6): "test" for text in STRATEGIES}
-    known: dict[hg.Strategy, Settled | Shortage] = {}
-    varied = Varied(costs, BATCHES)
+    known: dict[hg.Strategy, PricedPlan | Shortage] = {}
+    varied = MiniBatchPrices(costs, BATCHES)
     settle_best(varied, origins, None, known, most=2)
     assert set(known) == set(sorted(origins, key=varied.seconds)[:2])
-    hurried: dict[hg.Strategy, Settled | Shortage] = {}
-    settle_best(Varied(costs, BATCHES), origins, time.monotonic() - 1, hurried)
+    hurried: dict[hg.Strategy, PricedPlan | Shortage] = {}
+    settle_best(MiniBatchPrices(costs, BATCHES), origins, time.monotonic() - 1, hurried)
     assert list(hurried) == [next(iter(origins))]
     (only,) = hurried.values()
-    assert isinstance(only, Settled)
+    assert isinstance(only, PricedPlan)
     assert not only.simulated
     exact = known.get(only.strategy) or varied.settle(only.strategy, "test")
-    assert isinstance(exact, Settled)
+    assert isinstance(exact, PricedPlan)
     assert only.assignments == exact.assignments
     assert 0.95 * exact.seconds <= only.seconds <= 1.05 * exact.seconds
     # A result of another search method is then also enough.
     others = {hg.Strategy.parse("2*<tp1,pp2>", 6): "another"}
-    settle_best(Varied(costs, BATCHES), others, time.monotonic() - 1, hurried)
+    settle_best(MiniBatchPrices(costs, BATCHES), others, time.monotonic() - 1, hurried)
     assert list(hurried) == [next(iter(origins))]
 
 
 def test_owners_that_are_given_stay() -> None:
     costs = priced.costs(6, priced.mixed())
     home = hg.Home(shares=(1, 0.5, 0, 1))
-    settled = Varied(costs, BATCHES).settle(hg.Strategy.parse("2*<tp2,pp1>", 6), "test", home)
-    assert isinstance(settled, Settled)
+    settled = MiniBatchPrices(costs, BATCHES).settle(hg.Strategy.parse("2*<tp2,pp1>", 6), "test", home)
+    assert isinstance(settled, PricedPlan)
     assert settled.home == home
 
 
@@ -81,8 +81,8 @@ def test_memory_is_that_of_the_mini_batches_as_assigned_and_fits(text: str) -> N
     cluster = Cluster.of({"fast": DeviceType(1e15, 20_000_000, 1e12)}, nodes)
     costs = Costs(profile_of(1, "fast", (1, 2), recompute=False, ends=1.0), cluster)
     strategy = hg.Strategy.parse(text, 1)
-    settled = Varied(costs, [[700] * 60, [3000, 3000, *[16] * 40]]).settle(strategy, "test")
-    assert isinstance(settled, Settled)
+    settled = MiniBatchPrices(costs, [[700] * 60, [3000, 3000, *[16] * 40]]).settle(strategy, "test")
+    assert isinstance(settled, PricedPlan)
     owned = costs.changed(home=settled.home)
     walked = [owned.memory(strategy, assignment) for assignment in settled.assignments]
     for rank, told in enumerate(settled.memory):

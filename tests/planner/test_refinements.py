@@ -9,7 +9,7 @@ import pytest
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.micro_batch_sizes import cut
-from hydragraph.planner.price_candidate import Settled, settle, simulated
+from hydragraph.planner.price_candidate import PricedPlan, settle, simulated
 from hydragraph.planner.refinements import as_run, interleaved, refined
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.stage_kind import BUDGETS, StageKind
@@ -30,11 +30,11 @@ def with_memory(costs: Costs, size: float) -> Costs:
     return costs.changed(cluster=replace(costs.cluster, devices=devices))
 
 
-def plan_of(costs: Costs, text: str, micro_batches: int = 8, length: int = LENGTH) -> Settled:
+def plan_of(costs: Costs, text: str, micro_batches: int = 8, length: int = LENGTH) -> PricedPlan:
     strategy = hg.Strategy.parse(text, costs.outline.layers)
     assignment = Assignment.even([micro_batches] * len(strategy.pipelines), [length] * len(strategy.pipelines))
     found = settle(costs, strategy, assignment, "search", 1.0)
-    assert isinstance(found, Settled)
+    assert isinstance(found, PricedPlan)
     return simulated(costs, found)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import hydragraph as hg
 from hydragraph.planner.explanation import Rival
-from hydragraph.planner.price_candidate import Settled
+from hydragraph.planner.price_candidate import PricedPlan
 from hydragraph.planner.rental_price import RentalPrices, per_million_tokens
 from hydragraph.spec.strategy import Strategy
 from tests.cost import priced
@@ -64,7 +64,7 @@ def test_devices_that_only_own_state_cost_their_price_too() -> None:
     for home, hour in ((hg.Home((1, 0, 0, 1)), "$3 an hour for 2"), (hg.Home((1, 0, 0, 0)), "$2 an hour for 1")):
         assert prices.sentences(costs, replace(plan, home=home), WORK)[0].startswith(f"price: {hour} device")
     rest = {bucket.name: (1, 0, 1, 0) for bucket in costs.buckets}
-    settled = Settled(plan.strategy, hg.Home(buckets=rest), (), (plan.seconds,), (), "", simulated=True)
+    settled = PricedPlan(plan.strategy, hg.Home(buckets=rest), (), (plan.seconds,), (), "", simulated=True)
     rival = Rival(plan.strategy, 0.9 * plan.seconds, "", "", settled)
     same = replace(plan, home=hg.Home((1, 1, 1, 1)), rivals=(rival,))
     assert "costs 55.0% less per token" in prices.sentences(costs, same, WORK)[1]

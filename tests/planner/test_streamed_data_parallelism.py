@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
-from hydragraph.planner.price_candidate import Settled, Shortage, held, owners
-from hydragraph.planner.price_mini_batches import Varied
+from hydragraph.planner.price_candidate import PricedPlan, Shortage, held, owners
+from hydragraph.planner.price_mini_batches import MiniBatchPrices
 from hydragraph.planner.streamed_data_parallelism import streamed, streaming_fits
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Interconnect
@@ -73,7 +73,7 @@ def test_memory_is_that_of_the_whole_iteration(text: str, count: int, tokens: li
 @pytest.mark.parametrize("per_node", [None, 2])
 def test_no_other_strategy_of_one_stage_that_streams_is_faster(memory: float, per_node: int | None) -> None:
     costs = costs_of(memory, per_node=per_node)
-    found = [each for each in streamed(costs, WORKLOAD, math.inf, None) if isinstance(each, Settled)]
+    found = [each for each in streamed(costs, WORKLOAD, math.inf, None) if isinstance(each, PricedPlan)]
     others = []
     for text in ("4*<tp1,pp1>", "2*<tp2,pp1>", "<tp4,pp1>"):
         for flags in ("g", "w", "rg", "rw"):
@@ -85,8 +85,8 @@ def test_no_other_strategy_of_one_stage_that_streams_is_faster(memory: float, pe
                 costs.cluster.node_of(s.devices[0]) != costs.cluster.node_of(s.devices[-1]) for s in stages(strategy)
             ):
                 continue
-            one = Varied(costs, WORKLOAD.batches).settle(strategy, "oracle")
-            if isinstance(one, Settled) and math.isfinite(one.seconds):
+            one = MiniBatchPrices(costs, WORKLOAD.batches).settle(strategy, "oracle")
+            if isinstance(one, PricedPlan) and math.isfinite(one.seconds):
                 others.append(one.seconds)
     best = min((each.seconds for each in found), default=math.inf)
     assert best == pytest.approx(min(others, default=math.inf), rel=0.01)
@@ -101,11 +101,11 @@ def stages(strategy: hg.Strategy) -> list[hg.Stage]:
 
 def test_what_others_need_decides() -> None:
     costs = costs_of(400e6)
-    fastest = min(each.seconds for each in streamed(costs, WORKLOAD, math.inf, None) if isinstance(each, Settled))
-    assert not any(isinstance(each, Settled) for each in streamed(costs, WORKLOAD, 0.5 * fastest, None))
+    fastest = min(each.seconds for each in streamed(costs, WORKLOAD, math.inf, None) if isinstance(each, PricedPlan))
+    assert not any(isinstance(each, PricedPlan) for each in streamed(costs, WORKLOAD, 0.5 * fastest, None))
     assert streamed(costs, WORKLOAD, 2 * fastest, until=0.0) == []
     late = streamed(costs, WORKLOAD, math.inf, until=0.0)
-    assert any(isinstance(each, Settled) for each in late), "a first plan is found after the deadline too"
+    assert any(isinstance(each, PricedPlan) for each in late), "a first plan is found after the deadline too"
 
 
 @functools.cache
@@ -147,4 +147,4 @@ def test_pipelines_without_work_are_left_out() -> None:
     costs = costs_of(layers=2, ranks=6, per_node=1)
     found = streamed(costs, hg.Workload(sequences=2, length=LENGTH), math.inf, None)
     assert found
-    assert [len(each.strategy.pipelines) for each in found if isinstance(each, Settled)] == [2] * len(found)
+    assert [len(each.strategy.pipelines) for each in found if isinstance(each, PricedPlan)] == [2] * len(found)

@@ -11,7 +11,7 @@ import pytest
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
-from hydragraph.planner.price_candidate import Settled, Shortage
+from hydragraph.planner.price_candidate import PricedPlan, Shortage
 from hydragraph.planner.streamed_data_parallelism import streamed
 from hydragraph.planner.streamed_pipelines import streamed_pipelines
 from hydragraph.spec.cluster import Interconnect
@@ -30,7 +30,7 @@ def costs_of(*memory: float) -> Costs:
 
 
 @functools.cache
-def every(*memory: float) -> list[Settled | Shortage]:
+def every(*memory: float) -> list[PricedPlan | Shortage]:
     return streamed_pipelines(costs_of(*memory), WORKLOAD, math.inf, None)
 
 
@@ -39,7 +39,7 @@ def test_stages_stream_where_nothing_else_fits() -> None:
     with pytest.raises(Unsupported, match="nothing fits"):
         hg.plan(costs, WORKLOAD, streaming=False)
     found = hg.plan(costs, WORKLOAD)
-    alone = [one.seconds for one in streamed(costs, WORKLOAD, math.inf, None) if isinstance(one, Settled)]
+    alone = [one.seconds for one in streamed(costs, WORKLOAD, math.inf, None) if isinstance(one, PricedPlan)]
     assert found.strategy.streams
     assert any(len(pipeline.stages) > 1 for pipeline in found.strategy.pipelines)
     assert found.seconds < min(alone, default=math.inf)
@@ -57,7 +57,7 @@ def test_larger_devices_hold_more_layers() -> None:
 
 def test_what_takes_longer_than_a_known_plan_is_left_out() -> None:
     costs = costs_of(240e6, 168e6)
-    found = [one.seconds for one in every(240e6, 168e6) if isinstance(one, Settled)]
+    found = [one.seconds for one in every(240e6, 168e6) if isinstance(one, PricedPlan)]
     assert found
     assert streamed_pipelines(costs, WORKLOAD, 0.01 * min(found), None) == []
     assert streamed_pipelines(costs, WORKLOAD, 1e9, until=0.0) == []

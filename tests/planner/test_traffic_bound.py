@@ -6,7 +6,7 @@ import hydragraph as hg
 from hydragraph.cost.accounts import TimeKind
 from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costs import Costs
-from hydragraph.planner.traffic_bound import Cards
+from hydragraph.planner.traffic_bound import CardBound
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node, Pair
 from tests.cost import priced
 
@@ -64,7 +64,7 @@ def test_no_iteration_ends_before_whoever_owns_the_state(
     )
     strategy = hg.Strategy.parse(text, 6)
     assignment = hg.Assignment.even([1] * len(strategy.pipelines), [700] * len(strategy.pipelines))
-    assert Cards(costs).least_s(strategy) <= costs.simulate(strategy, assignment).seconds * (1 + 1e-9)
+    assert CardBound(costs).least_s(strategy) <= costs.simulate(strategy, assignment).seconds * (1 + 1e-9)
 
 
 def test_it_is_most_of_an_iteration_that_waits_for_cards() -> None:
@@ -72,8 +72,8 @@ def test_it_is_most_of_an_iteration_that_waits_for_cards() -> None:
     costs = priced.costs(6, Cluster.of({"fast": TYPES["fast"]}, (node, node)), elements=100_000)
     strategy = hg.Strategy.parse("<[0]x3,[1]x3> + <[2]x3,[3]x3>", 6)
     seconds = costs.simulate(strategy, hg.Assignment.even([1] * 2, [700] * 2)).seconds
-    assert Cards(costs).least_s(strategy) == pytest.approx(seconds, rel=0.15)
+    assert CardBound(costs).least_s(strategy) == pytest.approx(seconds, rel=0.15)
 
 
 def test_a_single_node_carries_nothing() -> None:
-    assert Cards(priced.costs(6, priced.cluster(4))).least_s(hg.Strategy.parse("4*<tp1,pp1>", 6)) == 0
+    assert CardBound(priced.costs(6, priced.cluster(4))).least_s(hg.Strategy.parse("4*<tp1,pp1>", 6)) == 0

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from hydragraph.kernels.cubin import Usage, usage
+from hydragraph.kernels.cubin import ThreadResources, usage
 from hydragraph.kernels.gpu_arch import ARCHS
 from hydragraph.passes.compile_with_inductor import GraphPiece
 from hydragraph.private.absent_gpu import BuiltKernel, absent_gpu, launches
@@ -33,7 +33,7 @@ class Compiled:
 
     launched: list[str]
     kernels: list[BuiltKernel]
-    used: list[Usage]
+    used: list[ThreadResources]
     available: bool
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import hydragraph as hg
 from hydragraph.cluster.communicators import Groups
-from hydragraph.cluster.failure.failure_detector import Judge
+from hydragraph.cluster.failure.failure_detector import FailureDetector
 from hydragraph.cluster.failure.newest_watch import newest_watch
 from hydragraph.cluster.launch import join
 from hydragraph.cluster.message_in_flight import Message
@@ -89,7 +89,7 @@ def misbehaving(how: str, after: int) -> Iterator[None]:
 def judged_soon() -> None:
     watch = newest_watch()
     assert watch is not None
-    watch._judge = Judge(STOPPED_S)
+    watch._judge = FailureDetector(STOPPED_S)
 
 
 def told(folder: Path, began: float, error: BaseException) -> None:

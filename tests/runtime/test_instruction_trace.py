@@ -10,7 +10,7 @@ import pytest
 
 from hydragraph.cost.trace_file import TraceEvent, write_events
 from hydragraph.ir.instruction import Stream
-from hydragraph.runtime.instruction_trace import Exposed, Timing
+from hydragraph.runtime.instruction_trace import ExposedSeconds, Timing
 from hydragraph.runtime.streams import Clock
 
 
@@ -50,7 +50,7 @@ def test_without_spans_only_waits_are_kept() -> None:
         time.sleep(0.001)
     assert timing.spans is None
     assert timing.exposed.push >= 0.001
-    assert timing.exposed == Exposed(push=timing.exposed.push)
+    assert timing.exposed == ExposedSeconds(push=timing.exposed.push)
 
 
 class Counting(Clock):
@@ -72,7 +72,7 @@ def test_readings_are_those_of_the_devices_clock() -> None:
     timing = Timing(1, spans, Counting())
     with timing.waiting(Stream.PULL, "W.head"):
         pass
-    assert timing.exposed == Exposed(pull=pytest.approx(0.1))  # type: ignore[arg-type]
+    assert timing.exposed == ExposedSeconds(pull=pytest.approx(0.1))  # type: ignore[arg-type]
     timing.end()
     (span,) = spans
     assert span.end - span.begin == pytest.approx(0.1, abs=1e-6)

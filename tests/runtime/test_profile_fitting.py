@@ -13,9 +13,9 @@ from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, MemoryLines
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.curves import ZERO
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.cost.reach import WHOLE, Reach
+from hydragraph.cost.reach import WHOLE, AttentionReach
 from hydragraph.runtime.profile_fitting import (
-    Measured,
+    MeasuredTemplate,
     Measurements,
     fit_link,
     fit_profile,
@@ -64,8 +64,8 @@ def test_noise_moves_predictions_no_further_than_it_is(exponents: tuple[float, f
         assert found.constants.seconds(row) == pytest.approx(true, rel=0.2)
 
 
-@pytest.mark.parametrize("reach", [Reach(512), Reach(chunk=1024), Reach(100_000)])
-def test_a_windows_coefficient_is_fitted_and_prices_sequences_beyond_the_measured_ones(reach: Reach) -> None:
+@pytest.mark.parametrize("reach", [AttentionReach(512), AttentionReach(chunk=1024), AttentionReach(100_000)])
+def test_a_windows_coefficient_is_fitted_and_prices_sequences_beyond_the_measured_ones(reach: AttentionReach) -> None:
     true = Constants(0.0, 1e-6, 1e-4, ((reach, 1e-9),))
     fit = fit_work(ROWS, [true.seconds(row) for row in ROWS], [reach])
     assert fit.failure is None
@@ -74,19 +74,19 @@ def test_a_windows_coefficient_is_fitted_and_prices_sequences_beyond_the_measure
 
 
 def test_windows_beside_whole_attention_have_their_own_coefficient() -> None:
-    true = Constants(2e-10, 1e-6, 1e-4, ((Reach(512), 1e-9),))
-    fit = fit_work(ROWS, [true.seconds(row) for row in ROWS], [WHOLE, Reach(512)])
+    true = Constants(2e-10, 1e-6, 1e-4, ((AttentionReach(512), 1e-9),))
+    fit = fit_work(ROWS, [true.seconds(row) for row in ROWS], [WHOLE, AttentionReach(512)])
     assert (fit.constants.a, fit.constants.b) == pytest.approx((true.a, true.b), rel=1e-3)
-    assert dict(fit.constants.near)[Reach(512)] == pytest.approx(1e-9, rel=1e-3)
+    assert dict(fit.constants.near)[AttentionReach(512)] == pytest.approx(1e-9, rel=1e-3)
     assert fit.quadratic == pytest.approx(1 - (true.b * 8192 + true.c) / true.seconds([8192]), rel=1e-3)
 
 
 def test_a_model_with_windows_is_fitted_block_by_block() -> None:
-    near = Constants(0.0, 2e-6, 3e-4, ((Reach(256), 1e-9),))
+    near = Constants(0.0, 2e-6, 3e-4, ((AttentionReach(256), 1e-9),))
     plain = measurements(1.0)
     nothing = plain.times["layer"].piece
     times = tuple(near.seconds(row) for row in ROWS)
-    layer = Measured(nothing, times, tuple(t / 3 for t in times), frozenset({Reach(256)}))
+    layer = MeasuredTemplate(nothing, times, tuple(t / 3 for t in times), frozenset({AttentionReach(256)}))
     kinds = {StageKind(1): Measurements(ROWS, {**plain.times, "layer": layer})}
     profile = fit_profile("windows", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 4), kinds, [])
     assert not profile.failed
@@ -95,7 +95,7 @@ def test_a_model_with_windows_is_fitted_block_by_block() -> None:
     assert pieces["layer"].forward.seconds([60_000]) == pytest.approx(near.seconds([60_000]) / 3)
     assert pieces["layer"].backward.seconds([60_000]) == pytest.approx(near.seconds([60_000]) * 2 / 3)
     assert pieces["head"].forward.near == pieces["head"].backward.near == ()
-    assert dict(profile.schemes[1, 1].near)[Reach(256)] == pytest.approx(4e-9)
+    assert dict(profile.schemes[1, 1].near)[AttentionReach(256)] == pytest.approx(4e-9)
 
 
 def test_coefficients_are_never_negative() -> None:
@@ -184,7 +184,7 @@ def measurements(scale: float, rows: tuple[tuple[int, ...], ...] = ROWS, flat: b
     return Measurements(
         rows,
         {
-            t: Measured(nothing, seconds, tuple(s / 3 for s in seconds), reaches.get(t, frozenset()))
+            t: MeasuredTemplate(nothing, seconds, tuple(s / 3 for s in seconds), reaches.get(t, frozenset()))
             for t, seconds in times.items()
         },
     )

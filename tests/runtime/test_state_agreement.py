@@ -11,7 +11,7 @@ from hydragraph.runtime.state_agreement import (
     AgreedState,
     HeldState,
     ProgressLog,
-    Standing,
+    RankStates,
     StatePlace,
     StateProgress,
     meet,
@@ -21,8 +21,8 @@ from hydragraph.spec.home import Home
 TWICE = Home(copies=2, nodes=(0, 1, 2))
 
 
-def standing(rank: int, progress: StateProgress, generation: int = 0) -> Standing:
-    return Standing(HeldState(StatePlace(generation, rank, 3, TWICE), progress))
+def standing(rank: int, progress: StateProgress, generation: int = 0) -> RankStates:
+    return RankStates(HeldState(StatePlace(generation, rank, 3, TWICE), progress))
 
 
 BEFORE = StateProgress(7, 1.5)
@@ -70,8 +70,8 @@ def test_ranks_agree_on_the_newest_update_that_all_who_count_can_have(each: tupl
 def test_who_missed_the_end_of_a_move_takes_what_it_brought() -> None:
     """Ranks 0 and 1 had everything; 0 has taken it; 2, which was thought lost then, is still in the old world."""
     new = StatePlace(1, 0, 2, Home())
-    took = Standing(HeldState(new, DONE))
-    missed = Standing(HeldState(StatePlace(0, 2, 3, TWICE), DONE), HeldState(replace(new, rank=1), DONE), called=(1,))
+    took = RankStates(HeldState(new, DONE))
+    missed = RankStates(HeldState(StatePlace(0, 2, 3, TWICE), DONE), HeldState(replace(new, rank=1), DONE), called=(1,))
     late = standing(1, BEFORE)
     found = meet([missed, late, took, None], [1, None, 0, None])
     assert found == AgreedState(1, 2, Home(), (1, None, 0, None), 8, 2.5, 0)

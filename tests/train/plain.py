@@ -14,7 +14,7 @@ from hydragraph.checkpoint.manifest import Damaged
 from hydragraph.cost.trace_file import TraceEvent
 from hydragraph.engine.candidate_strategies import Planning
 from hydragraph.errors import Stopped
-from hydragraph.runtime.instruction_trace import Exposed
+from hydragraph.runtime.instruction_trace import ExposedSeconds
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.step_metrics import Metrics
@@ -36,7 +36,7 @@ class PlainReport:
     planning_hidden_s: float = 0.0
     preparing_s: float = 0.0
     expected_s: float = 0.0
-    exposed: Exposed = field(default_factory=Exposed)
+    exposed: ExposedSeconds = field(default_factory=ExposedSeconds)
     step: int = 0
     assignment: Assignment = field(default_factory=lambda: Assignment(()))
 

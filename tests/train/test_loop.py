@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import hydragraph as hg
-from hydragraph.checkpoint.piece_sources import Tier
+from hydragraph.checkpoint.piece_sources import StorageTier
 from hydragraph.checkpoint.standalone_reader import read_weights
 from hydragraph.cluster.launch import apart
 from hydragraph.cluster.processes.rank_process import KEPT
@@ -115,7 +115,7 @@ def test_a_spare_reads_the_folder_after_the_run_has_begun_and_the_ranks_meet(
     joined = run.joined()
     assert joined.config.held_out == 0.25
     assert [group["weight_decay"] for group in joined.settings] == [given.optimizer.weight_decay, 0.0]
-    assert joined.pieces.shelves[Tier.DISK].root == tmp_path / "local" / folder.identity[0]
+    assert joined.pieces.shelves[StorageTier.DISK].root == tmp_path / "local" / folder.identity[0]
     drawn = [*next(state.batches), *next(state.anew()), *joined.evaluation["heldout"][0]]
     assert {float(answer["reference"]) for answer in drawn} == {-2.0}
     assert run.joined() is joined, "the ranks may have to meet once more"

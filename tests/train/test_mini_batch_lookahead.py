@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hydragraph.data.mini_batches import Drawn
-from hydragraph.train.mini_batch_lookahead import Ahead
+from hydragraph.train.mini_batch_lookahead import MiniBatchLookahead
 
 
 class Counting:
@@ -35,7 +35,7 @@ def number(batch: Sequence[Drawn]) -> int:
 def test_mini_batches_and_positions_are_those_without_it(count: int) -> None:
     announced: list[int] = []
     source: Any = Counting()
-    coming = Ahead(source, count, lambda batch: announced.append(number(batch)))
+    coming = MiniBatchLookahead(source, count, lambda batch: announced.append(number(batch)))
     assert coming.position == {"at": 0}
     for step in range(1, 6):
         assert number(coming.take(left=6 - step)) == step

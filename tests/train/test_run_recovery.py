@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hydragraph.cluster.launch import apart
-from hydragraph.cluster.rendezvous.store_registers import Peer
+from hydragraph.cluster.rendezvous.store_registers import MemberDescription
 from hydragraph.engine.recovery import Survived
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
@@ -39,7 +39,7 @@ from hydragraph.train.step_reporting import open_log
 from hydragraph.train.straggler_file import write_slow
 from hydragraph.train.straggler_setup import controller_of
 from hydragraph.train.stragglers.run_events import STATE_LOST
-from hydragraph.train.stragglers.straggler_state import Learned, Slow
+from hydragraph.train.stragglers.straggler_state import LearnedSlowdown, SlowRank
 from hydragraph.train.train_state import Run, TrainState
 from tests.cost import priced
 from tests.train.plain import Watched, settings
@@ -207,7 +207,7 @@ def test_ranks_that_stay_are_known_by_their_new_numbers(tmp_path: Path) -> None:
     run = Run(given, SimpleNamespace(ranks=3), begun(given, tmp_path), left, (), {}, None, None, watching)  # type: ignore[arg-type]
     run = replace(run, watched=(0, 1, 5, 7))
     state = TrainState(Watched(), nothing, nothing, nothing, 3, 0, {})
-    peers = tuple(Peer(member, seat, 0, "") for member, seat in ((7, 3), (0, 0), (9, 1)))
+    peers = tuple(MemberDescription(member, seat, 0, "") for member, seat in ((7, 3), (0, 0), (9, 1)))
     survived = Survived(2, 3, (), (), (), peers, (), None, 0, 0.5, "")
     with ExitStack() as owned:
         now = lead(run, state, survived, owned, watching)
@@ -221,7 +221,11 @@ def test_who_leads_after_a_lost_one_knows_what_that_one_knew(tmp_path: Path) -> 
     given = config(tmp_path, elastic={"replan": True}, plan={"choose": True, "profile": "measured.json"})
     folder = RunFolder(tmp_path / "run")
     folder.begin(given, "new")
-    slow = {5: Slow(device=2.57), 7: Slow(device=5.42, core=1.5, learned=Learned(8.13, 16.0)), 9: Slow(core=2.0)}
+    slow = {
+        5: SlowRank(device=2.57),
+        7: SlowRank(device=5.42, core=1.5, learned=LearnedSlowdown(8.13, 16.0)),
+        9: SlowRank(core=2.0),
+    }
     write_slow(folder, slow)
     left: Any = SimpleNamespace(
         profile=priced.costs(2, priced.mixed()).of_ranks([0, 2, 3], Home()),
@@ -239,7 +243,7 @@ def test_who_leads_after_a_lost_one_knows_what_that_one_knew(tmp_path: Path) -> 
     state = TrainState(Watched(), nothing, nothing, nothing, 3, 0, {})
     state.began = folder.began
     assert _known_rates(run, state) == {5: 2.57, 7: 16.0, 9: 2.0}, "others were seen to wait for member 7"
-    peers = tuple(Peer(member, seat, 0, "") for member, seat in ((7, 3), (11, 0), (9, 1)))
+    peers = tuple(MemberDescription(member, seat, 0, "") for member, seat in ((7, 3), (11, 0), (9, 1)))
     survived = Survived(2, 3, (0,), (), (1,), peers, (), None, 0, 0.5, "rank 0 is lost")
     with ExitStack() as owned:
         now = lead(run, state, survived, owned, None)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.straggler_file import read_slow, write_slow
-from hydragraph.train.stragglers.straggler_state import Slow
+from hydragraph.train.stragglers.straggler_state import SlowRank
 
 RATES = st.floats(1.0, 1e6)
-SLOW = st.builds(Slow, RATES, RATES, st.none() | st.tuples(RATES, RATES))
+SLOW = st.builds(SlowRank, RATES, RATES, st.none() | st.tuples(RATES, RATES))
 
 NULL = '{"began": 5.0, "members": {"1": {"device": null, "core": 1.0, "learned": null}}}'
 SHORT = '{"began": 5.0, "members": {"1": {"device": 2.0, "core": 1.0, "learned": [2.0]}}}'
@@ -28,7 +28,7 @@ def begun(path: Path, began: float) -> RunFolder:
 
 @given(st.dictionaries(st.integers(0, 99), SLOW))
 def test_what_is_written_is_read_by_the_same_run_only(
-    tmp_path_factory: pytest.TempPathFactory, slow: dict[int, Slow]
+    tmp_path_factory: pytest.TempPathFactory, slow: dict[int, SlowRank]
 ) -> None:
     folder = begun(tmp_path_factory.mktemp("run"), 5.0)
     write_slow(folder, slow)

@@ -16,21 +16,21 @@ from torch import nn
 
 
 @dataclass(frozen=True, eq=False)
-class Family:
+class ModelFamily:
     """The module classes that use a model's config class."""
 
     kinds: tuple[type[nn.Module], ...] = ()
     config: Any = None
 
     @staticmethod
-    def of(model: nn.Module) -> Family:
+    def of(model: nn.Module) -> ModelFamily:
         """Collect classes from the Python modules that define a transformers model's class and its bases."""
         places = [vars(sys.modules[base.__module__]).values() for base in type(model).__mro__]
         modules = {
             value for place in places for value in place if isinstance(value, type) and issubclass(value, nn.Module)
         }
         kinds = [module for module in modules if getattr(module, "config_class", None) is type(model.config)]
-        return Family(tuple(sorted(kinds, key=lambda kind: kind.__qualname__)), copy.deepcopy(model.config))
+        return ModelFamily(tuple(sorted(kinds, key=lambda kind: kind.__qualname__)), copy.deepcopy(model.config))
 
     def heads(self, names: frozenset[str]) -> frozenset[str]:
         recognised: set[str] = set()

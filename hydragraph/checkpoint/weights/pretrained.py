@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from hydragraph.checkpoint.weights.other_heads import Family
-from hydragraph.checkpoint.weights.safetensors_files import Stored, contents, readers
-from hydragraph.checkpoint.weights.split_tensors import Whole, assemble
+from hydragraph.checkpoint.weights.other_heads import ModelFamily
+from hydragraph.checkpoint.weights.safetensors_files import StoredTensor, contents, readers
+from hydragraph.checkpoint.weights.split_tensors import JoinedTensor, assemble
 from hydragraph.cluster.agreement import together, together_own
 from hydragraph.cluster.communicators import Groups
 from hydragraph.errors import Unsupported, listed
@@ -30,7 +30,7 @@ _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # safetensors dtypes that co
 
 
 @dataclass(frozen=True, eq=False)
-class Names:
+class TensorNames:
     """Conversion of tensor names in files to names in a model.
 
     Attributes:
@@ -42,12 +42,12 @@ class Names:
     conversions: tuple[Any, ...]
     prefix: str | None
     unexpected: re.Pattern[str] | None
-    family: Family
+    family: ModelFamily
 
     @staticmethod
-    def of(model: nn.Module | None, sources: Mapping[str, str]) -> Names:
+    def of(model: nn.Module | None, sources: Mapping[str, str]) -> TensorNames:
         if model is None or not is_huggingface(model) or is_peft(model):
-            return Names(sources, (), None, None, Family())
+            return TensorNames(sources, (), None, None, ModelFamily())
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         buffers = [name for name, _ in model.named_buffers()]
@@ -59,24 +59,24 @@ class Names:
             ignored.append(r"(^|\.)position_ids$")
         pattern = re.compile("|".join(f"({regex})" for regex in ignored)) if ignored else None
         conversions = tuple(get_model_conversion_mapping(model))  # type: ignore[arg-type]
-        return Names(sources, conversions, str(model.base_model_prefix), pattern, Family.of(model))
+        return TensorNames(sources, conversions, str(model.base_model_prefix), pattern, ModelFamily.of(model))
 
-    def placed(self, held: Mapping[str, Stored]) -> list[tuple[str, Whole]]:
+    def placed(self, held: Mapping[str, StoredTensor]) -> list[tuple[str, JoinedTensor]]:
         if self.prefix is None:
-            return [(key, Whole.of(stored)) for key, stored in held.items()]
+            return [(key, JoinedTensor.of(stored)) for key, stored in held.items()]
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
         conversions = copy.deepcopy(self.conversions)  # some are stateful
         renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
-        wholes_by_name: list[tuple[str, Whole]] = []
-        pieces: dict[str, tuple[Any, dict[str, list[Stored]]]] = {}
+        wholes_by_name: list[tuple[str, JoinedTensor]] = []
+        pieces: dict[str, tuple[Any, dict[str, list[StoredTensor]]]] = {}
         for key in sorted(held, key=dot_natural_key):
             name, computed = rename_source_key(key, renamings, converters, self.prefix, self.sources)  # type: ignore[arg-type]
             if name not in self.sources and key in self.sources:
                 name, computed = rename_source_key(key, [], [], self.prefix, self.sources)  # type: ignore[arg-type]
             if computed is None:
-                wholes_by_name.append((name, Whole.of(held[key])))
+                wholes_by_name.append((name, JoinedTensor.of(held[key])))
                 continue
             converter = next(conversion for conversion in converters if computed in conversion.source_patterns)
             _, several = pieces.setdefault(name, (converter, {}))
@@ -89,7 +89,7 @@ class Names:
         return wholes_by_name
 
 
-def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names, groups: Groups) -> None:
+def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: TensorNames, groups: Groups) -> None:
     """Read this rank's weights, and all persistent buffers, from a directory.
 
     All ranks call this. All headers are checked before any weight changes. If stored tensors are tied in the
@@ -108,9 +108,9 @@ def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Name
 
 
 def _matched(
-    path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names
-) -> tuple[Mapping[str, tuple[Whole, ...]], list[str]]:
-    places: dict[str, tuple[Whole, ...]] = {}
+    path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: TensorNames
+) -> tuple[Mapping[str, tuple[JoinedTensor, ...]], list[str]]:
+    places: dict[str, tuple[JoinedTensor, ...]] = {}
     unplaced: dict[str, str] = {}
     for name, whole in names.placed(contents(path)):
         source = names.sources.get(name)
@@ -126,7 +126,7 @@ def _matched(
     return places, [key for key in unplaced if key not in unknown]
 
 
-def _unknown(names: Names, unplaced: Mapping[str, str]) -> list[str]:
+def _unknown(names: TensorNames, unplaced: Mapping[str, str]) -> list[str]:
     other = {k: n for k, n in unplaced.items() if names.unexpected is None or not names.unexpected.search(n)}
     heads = names.family.heads(frozenset(other.values()))
     return [key for key, name in other.items() if name not in heads]
@@ -151,7 +151,10 @@ def _refuse_computed(key: str, name: str, converter: Any) -> NoReturn:
 
 
 def _refuse_misfit(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[Whole, ...]], unknown: Sequence[str]
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[JoinedTensor, ...]],
+    unknown: Sequence[str],
 ) -> None:
     wrong = [
         f"{s.key} is {list(s.shape)} in {s.file.name} and {list(shapes[n])} in the model"
@@ -173,7 +176,7 @@ def _refuse_misfit(
         raise ValueError(f"pretrained {path}: {'; '.join(faults)}: {remedy}")
 
 
-def _refuse_quantised(path: Path, tensors: Iterable[Stored]) -> None:
+def _refuse_quantised(path: Path, tensors: Iterable[StoredTensor]) -> None:
     for stored in tensors:
         if stored.dtype not in _FLOATS:
             raise Unsupported(
@@ -183,7 +186,9 @@ def _refuse_quantised(path: Path, tensors: Iterable[Stored]) -> None:
             )
 
 
-def _read(path: Path, stored: Mapping[str, tuple[Whole, ...]], home: HomeState, buffers: Mapping[str, Tensor]) -> None:
+def _read(
+    path: Path, stored: Mapping[str, tuple[JoinedTensor, ...]], home: HomeState, buffers: Mapping[str, Tensor]
+) -> None:
     owned = {name: value.boxes for name, value in sharded_weights(home).items()}
     whole = {name: {torch.Size([0] * b.dim()): b} for name, b in buffers.items()}
     destinations = {**whole, **owned}
@@ -201,7 +206,7 @@ def _read(path: Path, stored: Mapping[str, tuple[Whole, ...]], home: HomeState, 
 
 
 def _meetings(
-    held: Mapping[str, Mapping[torch.Size, Tensor]], wholes: Iterable[tuple[str, Whole]]
+    held: Mapping[str, Mapping[torch.Size, Tensor]], wholes: Iterable[tuple[str, JoinedTensor]]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     requests = (((name, piece), piece.stored) for name, whole in wholes if held[name] for piece in whole.pieces)
     for (name, piece), read in readers(requests):

@@ -20,14 +20,14 @@ from hydragraph.frontend.repeated_blocks import meta_copy
 
 
 @dataclass(frozen=True, eq=False)
-class Shell:
+class MetaModel:
     """A `PreTrainedModel`, or a peft model around one, on the meta device."""
 
     model: Any
 
     @staticmethod
-    def of(model: nn.Module) -> Shell | None:
-        return Shell(meta_copy(model, torch.float32)) if is_huggingface(model) else None
+    def of(model: nn.Module) -> MetaModel | None:
+        return MetaModel(meta_copy(model, torch.float32)) if is_huggingface(model) else None
 
     @cached_property
     def fp32_keys(self) -> frozenset[str]:
@@ -63,7 +63,7 @@ class Shell:
         model.save_pretrained(str(directory))
 
 
-def published_keys(shell: Shell) -> frozenset[str] | None:
+def published_keys(shell: MetaModel) -> frozenset[str] | None:
     """Return the tensor keys that `published_names` needs; None: all keys."""
     if not is_peft(shell.model):
         return None
@@ -77,7 +77,7 @@ def published_keys(shell: Shell) -> frozenset[str] | None:
     return frozenset(names_in_file(shell.model, adapters[0]))
 
 
-def published_names(shell: Shell | None, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def published_names(shell: MetaModel | None, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors with the names and shapes that `save_pretrained` writes.
 
     Args:
@@ -166,7 +166,7 @@ def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
     return base
 
 
-def check(shell: Shell | None, merged: bool) -> Shell:
+def check(shell: MetaModel | None, merged: bool) -> MetaModel:
     """Return `shell`; raise Unsupported if its model cannot be written."""
     if shell is None:
         raise Unsupported(

@@ -22,7 +22,7 @@ Read = Callable[[Sequence[int], Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a file; `dtype` is a safetensors name, such as "BF16"."""
 
     file: Path
@@ -31,7 +31,7 @@ class Stored:
     dtype: str
 
 
-def contents(path: Path) -> dict[str, Stored]:
+def contents(path: Path) -> dict[str, StoredTensor]:
     files, places = _files(path)
     tensors = {}
     for file in files:
@@ -39,7 +39,7 @@ def contents(path: Path) -> dict[str, Stored]:
             for key in opened.keys():  # noqa: SIM118 not a mapping
                 if places.get(key, file.name) == file.name:
                     part = opened.get_slice(key)
-                    tensors[key] = Stored(file, key, tuple(part.get_shape()), part.get_dtype())
+                    tensors[key] = StoredTensor(file, key, tuple(part.get_shape()), part.get_dtype())
     absent = [f"{key} in {place}" for key, place in places.items() if key not in tensors]
     if absent:
         raise ValueError(
@@ -84,7 +84,7 @@ def _opened(file: Path) -> Iterator[Any]:
         raise ValueError(f"pretrained {file} is damaged or incomplete ({error}): copy it again") from error
 
 
-def readers(wanted: Iterable[tuple[T, Stored]]) -> Iterator[tuple[T, Read]]:
+def readers(wanted: Iterable[tuple[T, StoredTensor]]) -> Iterator[tuple[T, Read]]:
     """Yield each item with a function that reads a box (offsets, sizes) of its tensor."""
     by_file: dict[Path, list[tuple[T, str]]] = {}
     for item, stored in wanted:

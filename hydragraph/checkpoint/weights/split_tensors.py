@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hydragraph.checkpoint.weights.safetensors_files import Stored
+from hydragraph.checkpoint.weights.safetensors_files import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StoredPiece:
         lacks: dimensions of the model tensor that `stored` does not have.
     """
 
-    stored: Stored
+    stored: StoredTensor
     at: tuple[int, ...]
     lacks: frozenset[int] = frozenset()
 
@@ -65,15 +65,15 @@ class StoredOverlap:
 
 
 @dataclass(frozen=True)
-class Whole:
+class JoinedTensor:
     """A model tensor, and the stored pieces (usually one) that form it."""
 
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
 
     @staticmethod
-    def of(stored: Stored) -> Whole:
-        return Whole(stored.shape, (StoredPiece(stored, (0,) * len(stored.shape)),))
+    def of(stored: StoredTensor) -> JoinedTensor:
+        return JoinedTensor(stored.shape, (StoredPiece(stored, (0,) * len(stored.shape)),))
 
     @property
     def key(self) -> str:
@@ -83,11 +83,11 @@ class Whole:
     def file(self) -> Path:
         return self.pieces[0].stored.file
 
-    def __iter__(self) -> Iterator[Stored]:
+    def __iter__(self) -> Iterator[StoredTensor]:
         return (piece.stored for piece in self.pieces)
 
 
-def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) -> dict[str, Whole] | None:
+def assemble(converter: Any, stored: Mapping[str, Sequence[StoredTensor]], name: str) -> dict[str, JoinedTensor] | None:
     """Return the model tensors that a converter builds from stored tensors; None if the converter computes values.
 
     Args:
@@ -96,7 +96,7 @@ def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) 
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 
     targets = list(converter.target_patterns)
-    groups = [[Whole.of(s) for s in stored[p]] for p in converter.source_patterns if stored.get(p)]
+    groups = [[JoinedTensor.of(s) for s in stored[p]] for p in converter.source_patterns if stored.get(p)]
     for operation in converter.operations:
         if type(operation) is MergeModulelist:
             groups = [[_stacked(group, operation.dim)] for group in groups]
@@ -115,22 +115,24 @@ def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) 
     return renamed if separator else None
 
 
-def _chunks(whole: Whole, dim: int, count: int) -> list[Whole]:
+def _chunks(whole: JoinedTensor, dim: int, count: int) -> list[JoinedTensor]:
     dim %= len(whole.shape)
     size = whole.shape[dim] // count
     shape = (*whole.shape[:dim], size, *whole.shape[dim + 1 :])
     if size * count != whole.shape[dim]:
         return []
     return [
-        Whole(shape, tuple(replace(p, at=(*p.at[:dim], p.at[dim] - i * size, *p.at[dim + 1 :])) for p in whole.pieces))
+        JoinedTensor(
+            shape, tuple(replace(p, at=(*p.at[:dim], p.at[dim] - i * size, *p.at[dim + 1 :])) for p in whole.pieces)
+        )
         for i in range(count)
     ]
 
 
-def _stacked(wholes: Sequence[Whole], dim: int) -> Whole:
+def _stacked(wholes: Sequence[JoinedTensor], dim: int) -> JoinedTensor:
     dim %= len(wholes[0].shape) + 1
     shape = (*wholes[0].shape[:dim], len(wholes), *wholes[0].shape[dim:])
-    return Whole(
+    return JoinedTensor(
         shape,
         tuple(
             replace(p, at=(*p.at[:dim], index, *p.at[dim:]), lacks=frozenset({dim, *(d + (d >= dim) for d in p.lacks)}))
@@ -140,7 +142,7 @@ def _stacked(wholes: Sequence[Whole], dim: int) -> Whole:
     )
 
 
-def _concatenated(wholes: Sequence[Whole], dim: int) -> Whole:
+def _concatenated(wholes: Sequence[JoinedTensor], dim: int) -> JoinedTensor:
     first = wholes[0]
     start = 0
     pieces = list[StoredPiece]()
@@ -148,4 +150,4 @@ def _concatenated(wholes: Sequence[Whole], dim: int) -> Whole:
     for whole in wholes:
         pieces += [replace(p, at=(*p.at[:dim], p.at[dim] + start, *p.at[dim + 1 :])) for p in whole.pieces]
         start += whole.shape[dim]
-    return Whole((*first.shape[:dim], start, *first.shape[dim + 1 :]), tuple(pieces))
+    return JoinedTensor((*first.shape[:dim], start, *first.shape[dim + 1 :]), tuple(pieces))

@@ -2,7 +2,7 @@
 
 A rank is accused when
 - its process has ended without announcing that it leaves;
-- its process has been stopped for `stopped_s` while another process was running (`Judge`);
+- its process has been stopped for `stopped_s` while another process was running (`FailureDetector`);
 - no rank has made progress for `progress_s` while some ranks wait (`Stall`): a rank that does not wait is accused, or
   the last rank if all ranks wait.
 
@@ -37,7 +37,7 @@ class Stopwatch:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankObservation:
     """Observation of a rank; `switches` counts the context switches of a stopped process."""
 
     state: ProcessState
@@ -45,9 +45,9 @@ class Seen:
     switches: int = 0
 
 
-def seen_of(process: WatchedProcess, progress: RankProgress) -> Seen:
+def seen_of(process: WatchedProcess, progress: RankProgress) -> RankObservation:
     state, switches = process.look()
-    return Seen(state, progress, switches)
+    return RankObservation(state, progress, switches)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Accusation:
     stalled: bool = False
 
 
-class Judge:
+class FailureDetector:
     def __init__(self, stopped_s: float = STOPPED_S) -> None:
         self._limit_s = stopped_s
         self._ended: dict[int, float] = {}
@@ -67,7 +67,9 @@ class Judge:
         self._switches: dict[int, int] = {}
         self._left: set[int] = set()
 
-    def look(self, elapsed: float, seen: Mapping[int, Seen], *, others_run: bool = False) -> Accusation | None:
+    def look(
+        self, elapsed: float, seen: Mapping[int, RankObservation], *, others_run: bool = False
+    ) -> Accusation | None:
         """Add observations made `elapsed` seconds after the previous ones; return an accusation, or None.
 
         Args:
@@ -112,7 +114,7 @@ class Stall:
         self._moves: dict[int, int] = {}
         self._still_s = 0.0
 
-    def look(self, elapsed: float, seen: Mapping[int, Seen], progress_s: float) -> Accusation | None:
+    def look(self, elapsed: float, seen: Mapping[int, RankObservation], progress_s: float) -> Accusation | None:
         moves = {rank: sighting.progress.moves for rank, sighting in seen.items()}
         waits = [rank for rank, sighting in seen.items() if sighting.progress.waiting]
         awake = all(sighting.state is not ProcessState.STOPPED for sighting in seen.values())

@@ -30,7 +30,7 @@ class Fault:
     index: int | None = None
 
 
-class Ledger:
+class FaultRecord:
     """The fault's entry in a store; methods raise a RuntimeError if the store is gone."""
 
     def __init__(self, store: Store, namespace: str, generation: str = "") -> None:
@@ -58,7 +58,7 @@ def announce_death(store: Store, rank: int, how: str, generation: str = "") -> N
 def last_fault(store: Store) -> Fault | None:
     if not store.check([NAMESPACE]):
         return None
-    return Ledger(store, store.get(NAMESPACE).decode()).read()
+    return FaultRecord(store, store.get(NAMESPACE).decode()).read()
 
 
 def root(store: Store) -> Store:

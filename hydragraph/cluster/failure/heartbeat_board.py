@@ -49,7 +49,7 @@ class _Line(ctypes.Structure):
     )  # 256 bytes: a multiple of a cache line
 
 
-class Board:
+class HeartbeatBoard:
     """Shared memory of one host, with a line for each rank (`RankProgress`) and a last line for `progress_s`.
 
     Args:
@@ -72,7 +72,7 @@ class Board:
         return (ranks + 1) * ctypes.sizeof(_Line)
 
     @classmethod
-    def make(cls, ranks: int) -> Board:
+    def make(cls, ranks: int) -> HeartbeatBoard:
         remove: Callable[[], None] | None = None
         if sys.platform == "linux":
             descriptor = os.memfd_create("hydragraph-board", os.MFD_CLOEXEC)
@@ -88,7 +88,7 @@ class Board:
         return board
 
     @classmethod
-    def open(cls, address: str, ranks: int) -> Board:
+    def open(cls, address: str, ranks: int) -> HeartbeatBoard:
         """Open another process's board; raise an OSError if it is not this user's."""
         descriptor = os.open(address, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(descriptor)

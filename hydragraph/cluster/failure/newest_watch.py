@@ -6,20 +6,20 @@ from collections.abc import Callable
 
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
-from hydragraph.cluster.failure.rank_watch import Watch
+from hydragraph.cluster.failure.rank_watch import RankWatch
 
 
 class _Newest:
-    watch: Watch | None = None
+    watch: RankWatch | None = None
     group: object | None = None
     number = 0
 
 
-def newest_watch() -> Watch | None:
+def newest_watch() -> RankWatch | None:
     return _Newest.watch
 
 
-def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, generation: str = "") -> Watch:
+def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, generation: str = "") -> RankWatch:
     """Return this process's watch over a process group, or a new watch after a failure or a close.
 
     Args:
@@ -37,6 +37,6 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, g
         last.close()
     # This number is equal on all ranks.
     newest.number = newest.number + 1 if again else 0
-    newest.watch = Watch(store(), rank, ranks, number=newest.number, generation=generation)
+    newest.watch = RankWatch(store(), rank, ranks, number=newest.number, generation=generation)
     newest.group = group
     return newest.watch

@@ -22,11 +22,18 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
-from hydragraph.cluster.failure.failure_detector import PAUSE_S, Judge, Seen, Stall, Stopwatch, seen_of
-from hydragraph.cluster.failure.fault_record import Fault, Ledger
-from hydragraph.cluster.failure.heartbeat_board import Board, RankProgress
+from hydragraph.cluster.failure.failure_detector import (
+    PAUSE_S,
+    FailureDetector,
+    RankObservation,
+    Stall,
+    Stopwatch,
+    seen_of,
+)
+from hydragraph.cluster.failure.fault_record import Fault, FaultRecord
+from hydragraph.cluster.failure.heartbeat_board import HeartbeatBoard, RankProgress
 from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
-from hydragraph.cluster.failure.rank_registry import Roll, RollEntry
+from hydragraph.cluster.failure.rank_registry import RankEntry, RankRegistry
 from hydragraph.cluster.failure.time_limits import SILENT_S
 from hydragraph.cluster.module_process import start_module
 
@@ -40,7 +47,7 @@ _STARTS = 3  # maximum starts; a machine without a sentinel counts as lost
 
 
 @dataclass(frozen=True)
-class Post:
+class SentinelSettings:
     address: str
     port: int
     namespace: str
@@ -52,7 +59,7 @@ class Post:
 class Sentinel:
     """Sentinel process, as seen by the rank that starts it."""
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, post: SentinelSettings) -> None:
         self._post = post
         self._starts = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -74,10 +81,10 @@ class Sentinel:
 class _Observer:
     store: Store
     namespace: str
-    board: Board
+    board: HeartbeatBoard
     beats: dict[str, dict[str, Any]] = field(default_factory=dict)
     silent: dict[str, float] = field(default_factory=dict)
-    judge: Judge = field(default_factory=Judge)
+    judge: FailureDetector = field(default_factory=FailureDetector)
     stall: Stall = field(default_factory=Stall)
 
     def listen(self, machines: list[str], elapsed: float) -> None:
@@ -89,11 +96,13 @@ class _Observer:
             self.silent[machine] = 0.0 if news else self.silent[machine] + elapsed
             self.beats[machine] = beat
 
-    def fault(self, elapsed: float, own: Mapping[int, Seen], members: Iterable[RollEntry]) -> Fault | None:
-        theirs: dict[int, Seen] = {}
+    def fault(self, elapsed: float, own: Mapping[int, RankObservation], members: Iterable[RankEntry]) -> Fault | None:
+        theirs: dict[int, RankObservation] = {}
         for beat in self.beats.values():
             for rank, (state, moves, waiting, left) in beat["ranks"].items():
-                theirs[int(rank)] = Seen(ProcessState(state), RankProgress(moves, 0, None, "", waiting, left))
+                theirs[int(rank)] = RankObservation(
+                    ProcessState(state), RankProgress(moves, 0, None, "", waiting, left)
+                )
         others_run = any(sighting.state is ProcessState.RUNNING for sighting in theirs.values())
         accused = self.judge.look(elapsed, own, others_run=others_run)
         every = {**theirs, **own}
@@ -131,9 +140,9 @@ class IdleTime:
 class _Guard(threading.Thread):
     """Thread that ends this process when no rank remains, even while a request to the store blocks."""
 
-    def __init__(self, starter: WatchedProcess, board: Board) -> None:
+    def __init__(self, starter: WatchedProcess, board: HeartbeatBoard) -> None:
         super().__init__(name="hydragraph-guard", daemon=True)
-        self.members: tuple[RollEntry, ...] = ()
+        self.members: tuple[RankEntry, ...] = ()
         self._starter = starter
         self._board = board
 
@@ -153,8 +162,8 @@ class _Guard(threading.Thread):
         return [not self._board.lines[rank].finished for rank in alive]
 
 
-def stand(post: Post, starter: WatchedProcess) -> None:
-    board = Board.open(post.board, post.ranks)
+def stand(post: SentinelSettings, starter: WatchedProcess) -> None:
+    board = HeartbeatBoard.open(post.board, post.ranks)
     guard = _Guard(starter, board)
     guard.start()
     # If the rank that started this sentinel has ended, the store may be gone.
@@ -162,13 +171,13 @@ def stand(post: Post, starter: WatchedProcess) -> None:
     store = dist.TCPStore(  # type: ignore[attr-defined]
         post.address, post.port, None, False, timeout=patience, wait_for_workers=False
     )
-    roll = Roll(store, post.namespace, post.machine)
-    ledger = Ledger(store, post.namespace)
+    roll = RankRegistry(store, post.namespace, post.machine)
+    ledger = FaultRecord(store, post.namespace)
     observer = _Observer(store, post.namespace, board)
     stopwatch = Stopwatch()
     asked = 0.0
     beats = 0
-    members: tuple[RollEntry, ...] = ()
+    members: tuple[RankEntry, ...] = ()
     while True:
         elapsed = stopwatch.elapsed()
         if time.monotonic() - asked > _ROLL_S:
@@ -190,6 +199,6 @@ def stand(post: Post, starter: WatchedProcess) -> None:
 
 if __name__ == "__main__":
     try:
-        stand(Post(**json.loads(sys.argv[1])), WatchedProcess(**json.loads(sys.argv[2])))
+        stand(SentinelSettings(**json.loads(sys.argv[1])), WatchedProcess(**json.loads(sys.argv[2])))
     except (RuntimeError, OSError, KeyboardInterrupt):  # the store or the board is gone
         sys.exit(1)

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
-from hydragraph.cluster.failure.heartbeat_board import Board
+from hydragraph.cluster.failure.heartbeat_board import HeartbeatBoard
 from hydragraph.cluster.failure.process_liveness import WatchedProcess
 
 
 @dataclass(frozen=True)
-class RollEntry:
+class RankEntry:
     rank: int
     host: str
     process: WatchedProcess
 
 
 @dataclass(eq=False)
-class Roll:
+class RankRegistry:
     """Ranks registered in a store, by machine."""
 
     store: Store
@@ -28,7 +28,7 @@ class Roll:
     machine: str
     _read: defaultdict[str, list[bytes]] = field(default_factory=lambda: defaultdict(list))
 
-    def enter(self, member: RollEntry) -> bool:
+    def enter(self, member: RankEntry) -> bool:
         """Add a rank; return whether it is the first of its machine."""
         index = self._add(f"machine/{self.machine}", 1)
         line = [member.rank, member.host, member.process.pid, member.process.started]
@@ -37,18 +37,18 @@ class Roll:
             self.store.set(self._key(f"machines/{self._add('machines', 1)}"), self.machine)
         return index == 1
 
-    def board(self, ranks: int) -> Board:
+    def board(self, ranks: int) -> HeartbeatBoard:
         """Return this machine's board, created by the first caller."""
-        board = Board.make(ranks)
+        board = HeartbeatBoard.make(ranks)
         address = self.store.compare_set(self._key(f"board/{self.machine}"), "", board.address).decode()
         if address == board.address:
             return board
         board.close()
-        return Board.open(address, ranks)
+        return HeartbeatBoard.open(address, ranks)
 
-    def members(self) -> tuple[RollEntry, ...]:
+    def members(self) -> tuple[RankEntry, ...]:
         lines = map(json.loads, self._entries(f"machine/{self.machine}"))
-        return tuple(RollEntry(rank, host, WatchedProcess(pid, started)) for rank, host, pid, started in lines)
+        return tuple(RankEntry(rank, host, WatchedProcess(pid, started)) for rank, host, pid, started in lines)
 
     def machines(self) -> tuple[str, ...]:
         return tuple(name.decode() for name in self._entries("machines"))

@@ -33,13 +33,21 @@ from torch.distributed.distributed_c10d import Store  # type: ignore[attr-define
 from hydragraph import log
 from hydragraph.cluster.failure import stack_dump
 from hydragraph.cluster.failure.abandonable_wait import Waiter
-from hydragraph.cluster.failure.failure_detector import ENDED, PAUSE_S, Accusation, Judge, Stall, Stopwatch, seen_of
-from hydragraph.cluster.failure.fault_record import NAMESPACE, Fault, Ledger, root
-from hydragraph.cluster.failure.node_sentinel import Post, Sentinel
+from hydragraph.cluster.failure.failure_detector import (
+    ENDED,
+    PAUSE_S,
+    Accusation,
+    FailureDetector,
+    Stall,
+    Stopwatch,
+    seen_of,
+)
+from hydragraph.cluster.failure.fault_record import NAMESPACE, Fault, FaultRecord, root
+from hydragraph.cluster.failure.node_sentinel import Sentinel, SentinelSettings
 from hydragraph.cluster.failure.open_sockets import open_sockets, shut_down
 from hydragraph.cluster.failure.process_liveness import WatchedProcess, machine
-from hydragraph.cluster.failure.rank_registry import Roll, RollEntry
-from hydragraph.cluster.failure.store_client import Asker, Unanswered
+from hydragraph.cluster.failure.rank_registry import RankEntry, RankRegistry
+from hydragraph.cluster.failure.store_client import StorePoller, StoreUnavailable
 from hydragraph.cluster.failure.time_limits import PATIENCE_S, PROGRESS_S, SUSPECT_S, UNREACHABLE_S
 from hydragraph.cluster.message_in_flight import Operation
 from hydragraph.errors import RankFailure, Stopped
@@ -78,7 +86,7 @@ class _Calls(threading.local):
         self.open: list[str] = []
 
 
-class Watch:
+class RankWatch:
     """Failure watch over the ranks of a store; every rank creates a watch, without waiting for other ranks.
 
     Args:
@@ -107,9 +115,9 @@ class Watch:
         self._counting = threading.Lock()
         self._cut_at: float | None = None
         self._stopped = threading.Event()
-        self._judge = Judge()
+        self._judge = FailureDetector()
         self._stall = Stall()
-        self._members: tuple[RollEntry, ...] = ()
+        self._members: tuple[RankEntry, ...] = ()
         self._unseen_s = 0.0
         self._explaining = False
         self._death: tuple[int, str] | None = None
@@ -127,20 +135,20 @@ class Watch:
         name = store.compare_set(f"hydragraph/watch/{number}", "", proposed).decode()
         self._host = socket.gethostname()
         client = root(store).clone()  # type: ignore[attr-defined]
-        self._ledger = Ledger(client, name, generation)
-        roll = Roll(client, name, machine())
+        self._ledger = FaultRecord(client, name, generation)
+        roll = RankRegistry(client, name, machine())
         self._asked_roll = 0.0
 
         def meet() -> bool:
             if self.rank == 0:
                 client.set(NAMESPACE, name)
             self._board = roll.board(self.ranks)
-            return roll.enter(RollEntry(self.rank, self._host, WatchedProcess.own()))
+            return roll.enter(RankEntry(self.rank, self._host, WatchedProcess.own()))
 
-        self._asker = Asker(lambda: self._ask(client, roll, name), _POLL)
+        self._asker = StorePoller(lambda: self._ask(client, roll, name), _POLL)
         try:
             self._first = self._asker.ask(meet, _MEETING)
-        except Unanswered:
+        except StoreUnavailable:
             raise RankFailure(self.rank, "join", "the rendezvous store does not answer", self._host) from None
         stack_dump.answer()
         atexit.register(self._end_of_process)
@@ -390,7 +398,7 @@ class Watch:
                     self._cut()
                 return
 
-    def _ask(self, client: Store, roll: Roll, name: str) -> None:
+    def _ask(self, client: Store, roll: RankRegistry, name: str) -> None:
         fault = self._ledger.read()
         self._death = self._ledger.death()
         if fault is not None:
@@ -403,7 +411,7 @@ class Watch:
             reachable = isinstance(client, dist.TCPStore)  # type: ignore[attr-defined]
             if several and reachable and self._sentinel is None and self._fault is None:
                 place = (client.host, client.port)  # type: ignore[attr-defined]
-                self._sentinel = Sentinel(Post(*place, name, roll.machine, self._board.address, self.ranks))
+                self._sentinel = Sentinel(SentinelSettings(*place, name, roll.machine, self._board.address, self.ranks))
         if self._sentinel is not None and self._fault is None:  # a sentinel ends after a fault
             self._sentinel.keep_up()
 
@@ -448,7 +456,7 @@ class Watch:
     def _agree(self, fault: Fault) -> Fault:
         try:
             self._fault = self._asker.ask(lambda: self._ledger.write(fault), timedelta(seconds=2))
-        except Unanswered:
+        except StoreUnavailable:
             self._fault = self._fault or fault
         return self._fault
 

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Unanswered(Exception):  # noqa: N818 reads as a sentence
+class StoreUnavailable(Exception):  # noqa: N818 reads as a sentence
     """The store did not answer in time, or is gone."""
 
 
-class Asker:
+class StorePoller:
     """Thread that repeats a request to the store, and runs other requests in between.
 
     Args:
@@ -44,7 +44,7 @@ class Asker:
         try:
             return answer.result(0.0 if self.gone else patience.total_seconds())
         except TimeoutError:
-            raise Unanswered from None
+            raise StoreUnavailable from None
 
     def close(self) -> bool:
         """Stop the thread; return False if it still waits for the store."""
@@ -73,7 +73,7 @@ class Asker:
             except Exception:  # the store's error, whose type depends on PyTorch's version
                 self.gone = True
                 if other is not None:
-                    other[1].set_exception(Unanswered())
+                    other[1].set_exception(StoreUnavailable())
                 while (late := self._others.get()) is not None:
-                    late[1].set_exception(Unanswered())
+                    late[1].set_exception(StoreUnavailable())
                 return

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
 from hydragraph import log
-from hydragraph.cluster.failure.failure_detector import Accusation, Judge, Stopwatch, seen_of
+from hydragraph.cluster.failure.failure_detector import Accusation, FailureDetector, Stopwatch, seen_of
 from hydragraph.cluster.failure.fault_record import Fault, announce_death, last_fault
 from hydragraph.cluster.failure.heartbeat_board import RankProgress
 from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
@@ -30,8 +30,8 @@ from hydragraph.cluster.processes.fork_server import environment
 from hydragraph.cluster.processes.pickling import nothing_else_imported
 from hydragraph.cluster.processes.rank_process import (
     HOST,
+    Departed,
     Died,
-    Left,
     Outcome,
     Raised,
     Readable,
@@ -187,7 +187,7 @@ def answering_server(patience_s: float = STOPPED_S) -> None:
 def _collect(crew: Sequence[RankHandle], store: Store, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     failed = False
-    stops = Stops()
+    stops = StoppedProcesses()
     while waiting := [member for member in crew if member.outcome is None]:
         fault = last_fault(store) if failed else None
         if fault is not None and [member.rank for member in waiting] == [fault.rank]:
@@ -206,11 +206,11 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout_s: float) -> None
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
 
 
-class Stops:
+class StoppedProcesses:
     """Detects processes of a launcher that a signal or debugger has stopped."""
 
     def __init__(self) -> None:
-        self._judge = Judge()
+        self._judge = FailureDetector()
         self._watch = Stopwatch()
 
     def look(self, waiting: Sequence[RankHandle], *, others_run: bool = False) -> Accusation | None:
@@ -223,7 +223,7 @@ class Stops:
 
 
 def wait_for_outcomes(
-    waiting: Sequence[RankHandle], stops: Stops, wait_s: float, *, others_run: bool = False
+    waiting: Sequence[RankHandle], stops: StoppedProcesses, wait_s: float, *, others_run: bool = False
 ) -> Iterator[RankHandle]:
     """Wait up to `wait_s` seconds for an outcome; yield processes that have an outcome."""
     signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
@@ -241,7 +241,7 @@ def wait_for_outcomes(
 def outcome_of(member: RankHandle) -> Outcome:
     try:
         if member.connection.poll():
-            outcome: Returned | Raised | Left = member.connection.recv()
+            outcome: Returned | Raised | Departed = member.connection.recv()
             return outcome
     except (EOFError, OSError):
         pass  # the process died

@@ -30,8 +30,8 @@ from hydragraph.cluster.processes.compute_threads import threads_of
 from hydragraph.cluster.processes.cuda_environment import set_cuda_environment
 from hydragraph.cluster.processes.pickling import sent
 from hydragraph.cluster.processes.rendezvous_stores import client
-from hydragraph.cluster.rendezvous.member import Dismissed, Member, be, meet
-from hydragraph.cluster.rendezvous.store_registers import Peer
+from hydragraph.cluster.rendezvous.member import Member, MemberDismissed, be, meet
+from hydragraph.cluster.rendezvous.store_registers import MemberDescription
 
 HOST = "127.0.0.1"
 KEPT = "HYDRAGRAPH_KEPT"  # environment variable: the supervisor's private folder
@@ -68,7 +68,7 @@ class Returned:
 
 
 @dataclass(frozen=True)
-class Left:
+class Departed:
     """Outcome of a process that left the ranks without an error."""
 
     why: str
@@ -92,7 +92,7 @@ class Died:
     how: str
 
 
-Outcome = Returned | Raised | Died | Left
+Outcome = Returned | Raised | Died | Departed
 
 
 class Readable(Protocol):
@@ -135,7 +135,7 @@ def run_member(order: Start) -> Outcome:
     folder = kept if follows(kept) else None
     member = Member(order.number, store, order.grace_s, folder, seat.ranks, seat.local_rank)
     member.listen_to_signals()
-    member.introduce(Peer(order.number, seat.rank, os.getpid(), socket.gethostname(), node=seat.node))
+    member.introduce(MemberDescription(order.number, seat.rank, os.getpid(), socket.gethostname(), node=seat.node))
     be(member)
     try:
         function, args = _work(order.work, order.prepared)
@@ -147,10 +147,10 @@ def run_member(order: Start) -> Outcome:
         outcome = Returned(sent(function(*args)))
         member.leave(done=True)
         return outcome
-    except Dismissed as end:
+    except MemberDismissed as end:
         with contextlib.suppress(Exception):
             member.leave()
-        return Left(str(end))
+        return Departed(str(end))
 
 
 def begin(

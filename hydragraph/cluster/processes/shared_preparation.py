@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 
-from hydragraph.cluster.processes.launched_ranks import Context, Stops, dismiss, start, wait_for_outcomes
+from hydragraph.cluster.processes.launched_ranks import Context, StoppedProcesses, dismiss, start, wait_for_outcomes
 from hydragraph.cluster.processes.rank_process import Died, Outcome, Raised, Returned, error_of
 
 
@@ -75,7 +75,7 @@ def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeou
     member = start(context, 0, _prepare, prepare, file)
     try:
         deadline = time.monotonic() + timeout_s
-        stops = Stops()
+        stops = StoppedProcesses()
         while not list(wait_for_outcomes([member], stops, min(0.5, deadline - time.monotonic()), others_run=True)):
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"launch: `prepare` had not returned after {timeout_s:g} s")

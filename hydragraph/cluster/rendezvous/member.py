@@ -20,8 +20,8 @@ from hydragraph.cluster.failure.newest_watch import newest_watch, watch_of
 from hydragraph.cluster.failure.time_limits import PROGRESS_S
 from hydragraph.cluster.interface import interface_for
 from hydragraph.cluster.moving_store import MovingStore
-from hydragraph.cluster.rendezvous.protocol import Generation, Orders, Said, attend
-from hydragraph.cluster.rendezvous.store_registers import Peer, Registers, prefix
+from hydragraph.cluster.rendezvous.protocol import CoordinatorRegister, Generation, MemberRegister, attend
+from hydragraph.cluster.rendezvous.store_registers import MemberDescription, Registers, prefix
 from hydragraph.cluster.unreachable import explained, write_addresses
 from hydragraph.errors import RankFailure
 from hydragraph.private.process_groups import drop_all
@@ -34,7 +34,7 @@ _EAR_S = 0.05  # interval while a member works
 CALLED = 1000  # value of `Executable.stopping` if the coordinator calls this member; exceeds all signal numbers
 
 
-class Dismissed(BaseException):
+class MemberDismissed(BaseException):
     """Raised when this process leaves the ranks without an error."""
 
 
@@ -65,11 +65,11 @@ class Member:
         line = connect if self._moving is None else self._moving.line
         self._place = Registers(line())
         self._heard = Registers(line())
-        self._orders = Orders()
+        self._orders = CoordinatorRegister()
         self._closed = threading.Event()
         threading.Thread(target=self._listen, name="hydragraph-ear", daemon=True).start()
 
-    def introduce(self, peer: Peer) -> None:
+    def introduce(self, peer: MemberDescription) -> None:
         self._place.introduce(peer)
         if self._moving is not None:
             # Later stores get the register from this process.
@@ -94,11 +94,11 @@ class Member:
         return self.generation.members.index(self.number)
 
     @property
-    def peers(self) -> tuple[Peer, ...]:
+    def peers(self) -> tuple[MemberDescription, ...]:
         """Descriptions of this generation's members; raises RankFailure if the store is lost with its leader."""
         return tuple(map(self._peer, self.generation.members))
 
-    def _peer(self, member: int) -> Peer:
+    def _peer(self, member: int) -> MemberDescription:
         peer = self._place.peer(member)
         if peer is None:
             raise RankFailure(self.rank, "join", f"the rendezvous store has moved, and does not know member {member}")
@@ -114,7 +114,7 @@ class Member:
             accuses = self._accused(failure)
             after = self.generation.number
             leaving = self.leaving and after > 0
-            generation = self._wait(Said(after, True, holds=self.holds, accuses=accuses, leaving=leaving))
+            generation = self._wait(MemberRegister(after, True, holds=self.holds, accuses=accuses, leaving=leaving))
             try:
                 self._enter(generation)
             except RankFailure as again:
@@ -130,7 +130,7 @@ class Member:
     def leave(self, done: bool = False) -> None:
         """Announce that this member no longer needs the others."""
         self._closed.set()
-        self._place.say(self.number, Said(self.generation.number, holds=self.holds, left=True, done=done))
+        self._place.say(self.number, MemberRegister(self.generation.number, holds=self.holds, left=True, done=done))
 
     def listen_to_signals(self) -> None:
         """Treat SIGTERM as a request to hand over the state and exit; ignore Ctrl-C and SIGUSR1."""
@@ -151,12 +151,12 @@ class Member:
         accused = self.generation.members[failure.rank]
         return () if accused == self.number else (accused,)
 
-    def _wait(self, said: Said) -> Generation:
+    def _wait(self, said: MemberRegister) -> Generation:
         self._place.say(self.number, said)
         while True:
             orders = self._place.orders()
             if orders.over or self.number in orders.out:
-                raise Dismissed(orders.over or "other ranks have continued without this one")
+                raise MemberDismissed(orders.over or "other ranks have continued without this one")
             if self.leaving and said.after and not said.leaving and not said.agreed:
                 said = replace(said, leaving=True)
                 self._place.say(self.number, said)
@@ -267,7 +267,7 @@ def comes_late() -> bool:
     return _Here.member is not None and not _Here.member.generation.number
 
 
-class Told:
+class LauncherRequests:
     """Stop requests that a member receives from its launcher."""
 
     @property

@@ -22,7 +22,7 @@ ALL_LEAVE = "every rank was asked to leave"
 
 
 @dataclass(frozen=True)
-class Said:
+class MemberRegister:
     """A member's register.
 
     Attributes:
@@ -70,7 +70,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Orders:
+class CoordinatorRegister:
     """The coordinator's register.
 
     Attributes:
@@ -91,7 +91,7 @@ class Orders:
 
 
 @dataclass(frozen=True)
-class Rules:
+class RankLimits:
     """Target number of ranks (`size`), and the minimum number to continue with (`least`)."""
 
     size: int
@@ -99,14 +99,14 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Record:
+class CoordinatorState:
     """The coordinator's state.
 
     Attributes:
         formed: members in rank order, for the current generation and generations in whose layout members hold state.
     """
 
-    orders: Orders = Orders()
+    orders: CoordinatorRegister = CoordinatorRegister()
     formed: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: {0: ()})
 
     @property
@@ -114,7 +114,9 @@ class Record:
         return self.formed[self.orders.confirmed]
 
 
-def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int = 0) -> Record:
+def decide(
+    record: CoordinatorState, said: Mapping[int, MemberRegister], rules: RankLimits, coming: int = 0
+) -> CoordinatorState:
     """Return the coordinator's next state after reading the members' registers.
 
     Args:
@@ -135,7 +137,7 @@ def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int =
         if not all(there[m].agreed == proposal.number for m in proposal.members):
             return record
         kept = {n: members for n, members in record.formed.items() if any(one.holds == n for one in there.values())}
-        return Record(replace(orders, confirmed=proposal.number), {**kept, proposal.number: proposal.members})
+        return CoordinatorState(replace(orders, confirmed=proposal.number), {**kept, proposal.number: proposal.members})
     if any(one.done for one in said.values()):
         # Members that failed at the very end need not repeat the work.
         waiting = any(one.after >= orders.confirmed for m, one in there.items() if m in record.current)
@@ -143,7 +145,7 @@ def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int =
     return _meet(record, there, rules, coming)
 
 
-def awaited(record: Record, said: Mapping[int, Said]) -> tuple[int, ...]:
+def awaited(record: CoordinatorState, said: Mapping[int, MemberRegister]) -> tuple[int, ...]:
     """Return the members that others wait for: each must leave its generation, or accept or enter the next."""
     orders = record.orders
     there = {m: one for m, one in said.items() if m not in orders.out and not one.left}
@@ -158,7 +160,9 @@ def awaited(record: Record, said: Mapping[int, Said]) -> tuple[int, ...]:
     return outside if len(outside) < len(old) else ()
 
 
-def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) -> Record:
+def _meet(
+    record: CoordinatorState, there: Mapping[int, MemberRegister], rules: RankLimits, coming: int
+) -> CoordinatorState:
     orders = record.orders
     old = [m for m in record.current if m in there]
     back = [m for m in old if there[m].after >= orders.confirmed]
@@ -191,7 +195,7 @@ def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) 
 
 
 def _before(
-    members: Sequence[int], there: Mapping[int, Said], formed: Mapping[int, tuple[int, ...]]
+    members: Sequence[int], there: Mapping[int, MemberRegister], formed: Mapping[int, tuple[int, ...]]
 ) -> tuple[int | None, ...]:
     """Return `Generation.before`.
 
@@ -202,7 +206,7 @@ def _before(
     return tuple(ranks.get(m) if there[m].holds else None for m in members)
 
 
-def attend(member: int, said: Said, orders: Orders) -> Said | Generation | None:
+def attend(member: int, said: MemberRegister, orders: CoordinatorRegister) -> MemberRegister | Generation | None:
     """Return a waiting member's new register, or the generation to enter, or None to keep waiting."""
     proposal = orders.proposal
     if orders.over or member in orders.out or member not in proposal.members or proposal.number <= said.after:

@@ -6,14 +6,14 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hydragraph.cluster.moving_store import Line
-from hydragraph.cluster.rendezvous.protocol import Generation, Orders, Record, Said
+from hydragraph.cluster.moving_store import MovingStoreClient
+from hydragraph.cluster.rendezvous.protocol import CoordinatorRegister, CoordinatorState, Generation, MemberRegister
 
 _KEY = "hydragraph/meeting"
 
 
 @dataclass(frozen=True)
-class Peer:
+class MemberDescription:
     """Public description of a process.
 
     Attributes:
@@ -33,45 +33,45 @@ class Registers:
 
     store: Any
 
-    def order(self, orders: Orders) -> None:
+    def order(self, orders: CoordinatorRegister) -> None:
         self.store.set(f"{_KEY}/orders", json.dumps(asdict(orders)))
 
-    def orders(self) -> Orders:
+    def orders(self) -> CoordinatorRegister:
         return _orders(json.loads(self.store.get(f"{_KEY}/orders")))
 
-    def say(self, member: int, said: Said) -> None:
+    def say(self, member: int, said: MemberRegister) -> None:
         self.store.set(f"{_KEY}/said/{member}", json.dumps(asdict(said)))
 
-    def said(self, member: int) -> Said:
-        return Said(**_tuples(json.loads(self.store.get(f"{_KEY}/said/{member}"))))
+    def said(self, member: int) -> MemberRegister:
+        return MemberRegister(**_tuples(json.loads(self.store.get(f"{_KEY}/said/{member}"))))
 
-    def introduce(self, peer: Peer) -> None:
+    def introduce(self, peer: MemberDescription) -> None:
         self.store.set(f"{_KEY}/peer/{peer.member}", json.dumps(asdict(peer)))
 
-    def adopt(self, peer: Peer, said: Said) -> None:
+    def adopt(self, peer: MemberDescription, said: MemberRegister) -> None:
         """Write the registers of an earlier leader's member unless the member has written them."""
         self.store.compare_set(f"{_KEY}/said/{peer.member}", "", json.dumps(asdict(said)))
         self.store.compare_set(f"{_KEY}/peer/{peer.member}", "", json.dumps(asdict(peer)))
 
-    def peer(self, member: int) -> Peer | None:
+    def peer(self, member: int) -> MemberDescription | None:
         """Return a member's description, or None if the store has moved and lost it."""
-        read = self.store.find if isinstance(self.store, Line) else self.store.get
+        read = self.store.find if isinstance(self.store, MovingStoreClient) else self.store.get
         text = read(f"{_KEY}/peer/{member}")
-        return Peer(**json.loads(text)) if text else None
+        return MemberDescription(**json.loads(text)) if text else None
 
 
-def record_text(record: Record) -> str:
+def record_text(record: CoordinatorState) -> str:
     return json.dumps({"orders": asdict(record.orders), "formed": list(record.formed.items())})
 
 
-def record_of(text: str) -> Record:
+def record_of(text: str) -> CoordinatorState:
     fields = json.loads(text)
-    return Record(_orders(fields["orders"]), {number: tuple(members) for number, members in fields["formed"]})
+    return CoordinatorState(_orders(fields["orders"]), {number: tuple(members) for number, members in fields["formed"]})
 
 
-def _orders(fields: dict[str, Any]) -> Orders:
+def _orders(fields: dict[str, Any]) -> CoordinatorRegister:
     fields["proposal"] = Generation(**_tuples(fields["proposal"]))
-    return Orders(**_tuples(fields))
+    return CoordinatorRegister(**_tuples(fields))
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

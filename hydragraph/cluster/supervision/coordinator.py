@@ -52,7 +52,7 @@ _ELECTED_S = 0.8  # for one attempt to reach an elected leader; below `DOUBT_S`
 
 
 @dataclass(frozen=True)
-class Nodes:
+class RunMachines:
     """The machines of a run, including this one; a launcher started one process on each.
 
     Attributes:
@@ -77,7 +77,7 @@ class Nodes:
     ranks: int = 0
     placed: tuple[int, ...] = ()
     election: Election | None = field(default=None, compare=False)
-    handed: Handed | None = field(default=None, compare=False)
+    handed: InheritedMembers | None = field(default=None, compare=False)
 
     def of(self, seat: int, ranks: int) -> int:
         """Return the machine of a seat (rank or spare): ranks are placed in order, and spares round-robin."""
@@ -94,7 +94,7 @@ class Nodes:
     def here(self, number: int, ranks: int) -> int:
         return sum(self.of(seat, ranks) == number for seat in range(ranks))
 
-    def place(self, ranks: int, devices: Sequence[int]) -> Nodes:
+    def place(self, ranks: int, devices: Sequence[int]) -> RunMachines:
         """Return these machines with ranks placed; raise a ValueError if they differ and have too few devices."""
         total = sum(devices)
         ranks = total if self.fills else ranks
@@ -125,8 +125,8 @@ def seats_by_machine(ranks: int, devices: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(node for node, share in enumerate(shares) for _ in range(share))
 
 
-def nodes_of(environment: Mapping[str, str], elected: bool = False) -> Nodes | None:
-    """Return `Nodes` if the environment is from a launcher of one process per machine, else None."""
+def nodes_of(environment: Mapping[str, str], elected: bool = False) -> RunMachines | None:
+    """Return `RunMachines` if the environment is from a launcher of one process per machine, else None."""
     needed = {"RANK", "WORLD_SIZE", *(() if elected else ("MASTER_ADDR", "MASTER_PORT"))}
     if not needed <= environment.keys() or environment.get("LOCAL_WORLD_SIZE", "1") != "1":
         return None
@@ -134,7 +134,7 @@ def nodes_of(environment: Mapping[str, str], elected: bool = False) -> Nodes | N
     number = int(environment["RANK"])
     count = int(environment["WORLD_SIZE"])
     address = "" if elected else environment["MASTER_ADDR"]
-    return Nodes(number, count, address, int(environment.get("MASTER_PORT", "0")), shared)
+    return RunMachines(number, count, address, int(environment.get("MASTER_PORT", "0")), shared)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Seated:
 
 
 @dataclass(frozen=True, eq=False)
-class Handed:
+class InheritedMembers:
     """An earlier leader's members on this machine, their seats and private folder."""
 
     crew: tuple[RankHandle, ...]
@@ -189,7 +189,7 @@ class Leaving:
 
 
 @dataclass(frozen=True)
-class Back:
+class DevicesAvailable:
     """Devices of this machine are available again."""
 
 
@@ -199,7 +199,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Over:
+class RunOver:
     """The run has ended with `error` ("" after success); if `here`, only on this machine; if `again`, it restarts."""
 
     error: str = ""
@@ -213,7 +213,7 @@ class ProbeAddress:
 
 
 @dataclass(frozen=True)
-class Peers:
+class ProbedMachines:
     """Probe these machines; `tag` marks the probes of this run."""
 
     addresses: Mapping[int, Address]
@@ -221,7 +221,7 @@ class Peers:
 
 
 @dataclass(frozen=True)
-class Unheard:
+class UnheardMachines:
     """Machines whose probes no longer arrive here."""
 
     nodes: tuple[int, ...]
@@ -311,10 +311,10 @@ class _Post:
     unheard: tuple[int, ...] = ()
 
 
-class Hub:
+class AgentLinks:
     """The leader's links to all deputies; `port` is the port of the leader's store."""
 
-    def __init__(self, nodes: Nodes, port: int = 0) -> None:
+    def __init__(self, nodes: RunMachines, port: int = 0) -> None:
         self.nodes = nodes
         self._port = port
         self._adopting = nodes.handed is not None
@@ -327,7 +327,7 @@ class Hub:
         self._stopwatch = Stopwatch()
         self._lock = threading.Lock()
         self._closed = False
-        self._over: Over | None = None
+        self._over: RunOver | None = None
         self._key = uuid.uuid4().hex.encode()
         self._listening = listening(nodes.address, 0, backlog=nodes.count)
         threading.Thread(target=self._accept, name="hydragraph-hub", daemon=True).start()
@@ -359,12 +359,12 @@ class Hub:
             time.sleep(0.02)
         self.arrived()
 
-    def place(self, ranks: int) -> Nodes:
+    def place(self, ranks: int) -> RunMachines:
         with self._lock:
             self.nodes = self.placed(ranks)
         return self.nodes
 
-    def placed(self, ranks: int) -> Nodes:
+    def placed(self, ranks: int) -> RunMachines:
         """Return `nodes` with ranks placed, assuming this machine's number of devices for absent machines."""
         own = self.nodes.devices
         return self.nodes.place(ranks, [self._devices.get(node, own) for node in range(self.nodes.count)])
@@ -430,7 +430,7 @@ class Hub:
         for post in self._all():
             post.link.send(Stop())
 
-    def close(self, over: Over | None) -> None:
+    def close(self, over: RunOver | None) -> None:
         """Close all links. If `over` is None, deputies continue under another leader."""
         with self._lock:
             self._over = over
@@ -477,12 +477,12 @@ class Hub:
             return
         if refusal:
             _LOG.warning("%s", refusal)
-            link.send(Over(refusal, here=True))
+            link.send(RunOver(refusal, here=True))
             link.close("it is refused")
             return
         if before is not None and not before.link.down:
             why = f"a second process was started for machine {hello.node}, and replaces this one"
-            before.link.send(Over(why, here=True))
+            before.link.send(RunOver(why, here=True))
             before.link.close("it was started again")
         _LOG.info("machine %d has arrived", hello.node)
         while not link.down:
@@ -498,9 +498,9 @@ class Hub:
             elif isinstance(message, ProbeAddress):
                 post.address = message.address
                 self._introduce()
-            elif isinstance(message, Unheard):
+            elif isinstance(message, UnheardMachines):
                 post.unheard = message.nodes
-            elif isinstance(message, Back):
+            elif isinstance(message, DevicesAvailable):
                 with self._lock:
                     self._news.add(hello.node)
         link.close("")
@@ -533,14 +533,14 @@ class Hub:
             addresses = {n: post.address for n, post in self._posts.items() if post.address and not post.link.down}
         tag = hashlib.sha256(b"probe" + self._key).hexdigest()[:16].encode()
         for post in posts:
-            post.link.send(Peers(addresses, tag))
+            post.link.send(ProbedMachines(addresses, tag))
 
 
 def _lost(node: int, link: Link) -> str:
     return f"machine {node} is lost: {link.down}"
 
 
-def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
+def reach(nodes: RunMachines, members: Mapping[int, Seated] | None = None) -> Link:
     """Return a deputy's link to the leader.
 
     Args:
@@ -596,7 +596,7 @@ def _watched(connected: socket.socket, patience_s: float) -> None:
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _book(nodes: Nodes) -> Any:
+def _book(nodes: RunMachines) -> Any:
     """Return the store in which the leader publishes its address."""
     if nodes.number == 0 and not nodes.shared:
         store = _kept(nodes.address, nodes.port)

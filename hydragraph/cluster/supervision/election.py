@@ -21,7 +21,7 @@ _FENCE_S = 0.05
 _FIRST_S = 30.0  # for the register's first answer
 
 
-class Deposed(ConnectionError):  # noqa: N818 reads as a sentence
+class LeadershipLost(ConnectionError):  # noqa: N818 reads as a sentence
     """This machine no longer leads, and its ranks have been ended."""
 
 
@@ -83,7 +83,9 @@ class Election:
         """Raise Deposed unless this machine leads."""
         if not self.leads:
             why = f": {self.silent}" if self.silent else ""
-            raise Deposed(f"machine {self._own.node} could not renew its lease in time, and no longer leads{why}")
+            raise LeadershipLost(
+                f"machine {self._own.node} could not renew its lease in time, and no longer leads{why}"
+            )
 
     def resign(self) -> None:
         with self._lock:
@@ -91,7 +93,7 @@ class Election:
 
     def end(self, why: str = "") -> None:
         """Tell the other machines that the run has ended, and leave the election."""
-        with suppress(Deposed):
+        with suppress(LeadershipLost):
             self.write(over=why)
         self._closed.set()
 

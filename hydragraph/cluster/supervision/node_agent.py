@@ -15,7 +15,7 @@ from hydragraph.cluster.moving_store import write_address
 from hydragraph.cluster.processes.launched_ranks import (
     Context,
     RankHandle,
-    Stops,
+    StoppedProcesses,
     dismiss,
     forget,
     kill_here,
@@ -27,19 +27,19 @@ from hydragraph.cluster.processes.rank_process import Returned, Start, member_en
 from hydragraph.cluster.processes.stop_requests import handling
 from hydragraph.cluster.supervision.coordinator import (
     BEAT_S,
-    Back,
+    DevicesAvailable,
     Ended,
-    Handed,
+    InheritedMembers,
     Kill,
     Leaving,
     Link,
-    Nodes,
-    Over,
-    Peers,
     ProbeAddress,
+    ProbedMachines,
+    RunMachines,
+    RunOver,
     Seated,
     Stop,
-    Unheard,
+    UnheardMachines,
     Welcome,
     host_of,
     reach,
@@ -60,7 +60,7 @@ _TOGETHER_S = 1.0  # for the leader to report that all machines are being stoppe
 
 
 @dataclass(frozen=True)
-class Alone:
+class LeaderlessState:
     """State of a machine while the link to an elected leader is down.
 
     Attributes:
@@ -74,9 +74,9 @@ class Alone:
 
 
 @dataclass(eq=False)
-class Deputy:
+class NodeAgent:
     _context: Context
-    _nodes: Nodes
+    _nodes: RunMachines
     _say: Callable[[str], None]
     _asked_at: float | None = None
     _told: bool = False
@@ -84,11 +84,11 @@ class Deputy:
     _back: bool = False
     _crew: dict[int, RankHandle] = field(default_factory=dict)
     _seats: dict[int, Seated] = field(default_factory=dict)
-    _alone: Alone | None = None
+    _alone: LeaderlessState | None = None
     _kept: TemporaryDirectory[str] | None = None
     _probe: LinkProbe | None = None
 
-    def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> Handed | None:
+    def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> InheritedMembers | None:
         """Serve until the run ends, or this machine is preempted or elected; if elected, return its processes."""
         before = handling({signal.SIGTERM: self._asked, signal.SIGINT: self._asked, signal.SIGUSR1: self._repaired})
         handed = None
@@ -107,7 +107,7 @@ class Deputy:
                 if over is None:
                     self._say(f"hydragraph: {self._lost(link, back_s)}")
             if self._election is not None and self._election.leads:
-                handed = Handed(tuple(self._crew.values()), self._seats, self._kept or private_folder())
+                handed = InheritedMembers(tuple(self._crew.values()), self._seats, self._kept or private_folder())
             return handed
         finally:
             if handed is None:
@@ -178,8 +178,8 @@ class Deputy:
         where = first_host(error, self._nodes.address, self._nodes.port)
         return f"this machine could not connect within {patience_s:g} s to {where}; then {again} both machines"
 
-    def _serve(self, link: Link) -> Over | None:
-        stops = Stops()
+    def _serve(self, link: Link) -> RunOver | None:
+        stops = StoppedProcesses()
         if self._election is not None:
             self._election.join()
         self._probe = self._probing(link)
@@ -194,10 +194,10 @@ class Deputy:
                 self._look(link, stops)
                 if self._back:
                     self._back = False
-                    link.send(Back())
+                    link.send(DevicesAvailable())
                 if self._drained(link):
                     link.close("its machine was asked to leave")
-                    over = Over()
+                    over = RunOver()
                 if self._election is not None and self._election.standing.lease.term != link.term:
                     link.close("another machine leads")
             return over
@@ -206,7 +206,7 @@ class Deputy:
                 self._dismiss()
             else:
                 # After a long silence, do not wait for `DOUBT_S`: the leader may soon continue without these ranks.
-                self._alone = Alone(link.term, time.monotonic() if link.silent_s < UNREACHABLE_S else 0.0)
+                self._alone = LeaderlessState(link.term, time.monotonic() if link.silent_s < UNREACHABLE_S else 0.0)
             link.close("")
             if self._probe is not None:
                 self._probe.close()
@@ -218,13 +218,13 @@ class Deputy:
         def tell(nodes: tuple[int, ...]) -> None:
             names = ", ".join(map(str, nodes))
             _LOG.warning("machines that cannot reach this one: %s", names or "none any more")
-            link.send(Unheard(nodes))
+            link.send(UnheardMachines(nodes))
 
         probe = LinkProbe(self._nodes.number, host_of(link), tell)
         link.send(ProbeAddress(probe.address))
         return probe
 
-    def _obey(self, link: Link, kept: str) -> Over | None:
+    def _obey(self, link: Link, kept: str) -> RunOver | None:
         signs = [link.connection, *(s for m in self._live() for s in (m.connection, m.process.sentinel))]
         multiprocessing.connection.wait(signs, BEAT_S / 4)
         message = link.hear(0.0)
@@ -239,9 +239,9 @@ class Deputy:
             self._continue_under(link, message, kept)
         elif isinstance(message, Stop):
             self._stopping = True
-        elif isinstance(message, Peers) and self._probe is not None:
+        elif isinstance(message, ProbedMachines) and self._probe is not None:
             self._probe.aim(message.addresses, message.tag)
-        return message if isinstance(message, Over) else None
+        return message if isinstance(message, RunOver) else None
 
     def _continue_under(self, link: Link, leader: Welcome, kept: str) -> None:
         write_address(kept, leader.host, leader.port)
@@ -266,7 +266,7 @@ class Deputy:
     def _live(self) -> list[RankHandle]:
         return [member for member in self._crew.values() if member.outcome is None]
 
-    def _look(self, link: Link, stops: Stops) -> None:
+    def _look(self, link: Link, stops: StoppedProcesses) -> None:
         for member in wait_for_outcomes(self._live(), stops, 0, others_run=True):
             assert member.outcome is not None
             link.send(Ended(member.rank, member.outcome))

@@ -20,7 +20,7 @@ from hydragraph.cluster.moving_store import write_address
 from hydragraph.cluster.processes.launched_ranks import (
     Job,
     RankHandle,
-    Stops,
+    StoppedProcesses,
     dismiss,
     forget,
     kill_here,
@@ -31,8 +31,8 @@ from hydragraph.cluster.processes.launched_ranks import (
 )
 from hydragraph.cluster.processes.rank_process import (
     HOST,
+    Departed,
     Died,
-    Left,
     Raised,
     Returned,
     Seat,
@@ -43,10 +43,17 @@ from hydragraph.cluster.processes.rank_process import (
 )
 from hydragraph.cluster.processes.rendezvous_stores import client
 from hydragraph.cluster.processes.stop_requests import handling
-from hydragraph.cluster.rendezvous.protocol import Orders, Record, Rules, Said, awaited, decide
-from hydragraph.cluster.rendezvous.store_registers import Peer, Registers, prefix, record_of, record_text
-from hydragraph.cluster.supervision.coordinator import Handed, Hub, Nodes, Over, Seated
-from hydragraph.cluster.supervision.election import Deposed, Election
+from hydragraph.cluster.rendezvous.protocol import (
+    CoordinatorRegister,
+    CoordinatorState,
+    MemberRegister,
+    RankLimits,
+    awaited,
+    decide,
+)
+from hydragraph.cluster.rendezvous.store_registers import MemberDescription, Registers, prefix, record_of, record_text
+from hydragraph.cluster.supervision.coordinator import AgentLinks, InheritedMembers, RunMachines, RunOver, Seated
+from hydragraph.cluster.supervision.election import Election, LeadershipLost
 from hydragraph.cluster.supervision.leadership import GATHER_S, LeaseView
 from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
@@ -65,7 +72,7 @@ _READYING = 3  # time for a new member to become ready, in multiples of `Elastic
 AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # errors that would recur
 
 
-def run_members(elastic: Elastic, nodes: Nodes | None, job: Job) -> list[bytes]:
+def run_members(elastic: Elastic, nodes: RunMachines | None, job: Job) -> list[bytes]:
     """Start ranks, keep them running, and return the pickled results of the ranks that remain."""
     ranks = job.ranks
     handed = None if nodes is None else nodes.handed
@@ -86,14 +93,14 @@ def run_members(elastic: Elastic, nodes: Nodes | None, job: Job) -> list[bytes]:
         return start(job.context, number, run_member, order, variables=environment)
 
     store = client(HOST if nodes is None else nodes.address, job.port)
-    hub: Hub | None = None
+    hub: AgentLinks | None = None
     supervisor = Supervisor(started, store, ranks, elastic, crew=[] if handed is None else list(handed.crew))
-    over: Over | None = Over()
+    over: RunOver | None = RunOver()
     try:
         if nodes is not None and nodes.election is not None:
             supervisor.lead(nodes.election)
         if nodes is not None:
-            hub = supervisor.hub = Hub(nodes, job.port)
+            hub = supervisor.hub = AgentLinks(nodes, job.port)
             write_address(kept.name, nodes.address, job.port)
         if handed is not None:
             supervisor.adopt(handed)
@@ -103,14 +110,14 @@ def run_members(elastic: Elastic, nodes: Nodes | None, job: Job) -> list[bytes]:
         with job.relay.to([supervisor]), handling({signal.SIGUSR1: supervisor.refill}):
             supervisor.run(job.timeout_s)
         return supervisor.results()
-    except Deposed:
+    except LeadershipLost:
         # Processes on other machines continue under the next leader.
         supervisor.crew = [member for member in supervisor.crew if member.process.pid]
         over = None
         raise
     except BaseException as error:
         again = nodes is not None and isinstance(error, nodes.again) and not isinstance(error, (*AGAIN, TooFewRanks))
-        over = Over("" if again else f"{type(error).__name__}: {error}", again)
+        over = RunOver("" if again else f"{type(error).__name__}: {error}", again)
         raise
     finally:
         dismiss(supervisor.crew)
@@ -131,10 +138,10 @@ class Supervisor:
     _store: Any
     _ranks: int
     _elastic: Elastic
-    hub: Hub | None = None
+    hub: AgentLinks | None = None
     _election: Election | None = None
     crew: list[RankHandle] = field(default_factory=list)
-    _record: Record = field(default_factory=Record)
+    _record: CoordinatorState = field(default_factory=CoordinatorState)
     _seats: dict[int, Seated] = field(default_factory=dict)  # by member
     _since: dict[int, float] = field(default_factory=dict)  # time when a member became a rank
     _waiting: dict[int, float] = field(default_factory=dict)  # seats to be refilled, and when
@@ -144,7 +151,7 @@ class Supervisor:
     _empty: set[int] = field(default_factory=set)  # seats that stay empty until their devices are available again
     _waited: dict[int, float] = field(default_factory=dict)  # seconds that others have waited for a member
     _readying: dict[int, float] = field(default_factory=dict)  # seconds of preparing while others run, by member
-    _stops: Stops = field(default_factory=Stops)
+    _stops: StoppedProcesses = field(default_factory=StoppedProcesses)
     _stopwatch: Stopwatch = field(default_factory=Stopwatch)
     _fatal_at: float | None = None
     _stop: bool = False
@@ -155,7 +162,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._place = Registers(self._store)
-        self._rules = Rules(self._ranks, self._elastic.min_ranks)
+        self._rules = RankLimits(self._ranks, self._elastic.min_ranks)
 
     def run(self, timeout_s: float) -> None:
         """Run until all members have ended and no new ones can start."""
@@ -186,7 +193,7 @@ class Supervisor:
         self._election = election
         election.guard(LeaseView.leads, lambda: kill_here(list(self.crew)))
 
-    def adopt(self, handed: Handed) -> None:
+    def adopt(self, handed: InheritedMembers) -> None:
         """Continue with the members of an earlier leader; raise RankFailure if all have ended."""
         assert self.hub is not None
         assert self._election is not None
@@ -206,8 +213,8 @@ class Supervisor:
             raise RankFailure(0, "", "no rank is left: the leading machine was lost, and the others had no ranks")
         self._seats = {**handed.seats, **seats}
         for member, seated in self._seats.items():
-            peer = Peer(member, seated.seat, 0, "", node=self._node(seated.seat))
-            self._place.adopt(peer, Said(ready=not seated.late))
+            peer = MemberDescription(member, seated.seat, 0, "", node=self._node(seated.seat))
+            self._place.adopt(peer, MemberRegister(ready=not seated.late))
         self._place.order(self._record.orders)
         vacant = set(self._every_seat) - {self._seats[member.rank].seat for member in self.crew} - self._empty
         if self._elastic.rejoin:
@@ -231,7 +238,7 @@ class Supervisor:
         if least > nodes.ranks:
             raise ValueError(f"min_ranks is {least}, but ranks is {nodes.ranks}: lower min_ranks")
         self._ranks = nodes.ranks
-        self._rules = Rules(nodes.ranks, least)
+        self._rules = RankLimits(nodes.ranks, least)
         if len(set(nodes.placed)) > 1:
             here = [nodes.here(node, nodes.ranks) for node in range(nodes.count)]
             _LOG.warning("machines with %s devices run %s ranks", list(nodes.placed), here)
@@ -266,7 +273,7 @@ class Supervisor:
             return [returned[member].value for member in dict.fromkeys(order) if member in returned]
         at_fault = [m for m in self.crew if isinstance(m.outcome, Raised)] if self._fatal_at else []
         raise_failure(at_fault or self._lost, last_fault(self._store), math.inf)
-        left = [member.outcome.why for member in self.crew if isinstance(member.outcome, Left)]
+        left = [member.outcome.why for member in self.crew if isinstance(member.outcome, Departed)]
         raise RankFailure(0, "", f"no rank is left: {left[0] if left else self._record.orders.over or 'all were lost'}")
 
     def _start(self, seat: int, late: bool) -> None:
@@ -274,8 +281,8 @@ class Supervisor:
         self._next += 1
         self._seats[number] = Seated(seat, late)
         self._save()
-        self._place.say(number, Said(ready=not late))
-        self._place.introduce(Peer(number, seat, 0, "", node=self._node(seat)))
+        self._place.say(number, MemberRegister(ready=not late))
+        self._place.introduce(MemberDescription(number, seat, 0, "", node=self._node(seat)))
         self.crew.append(self._started(number, seat, late))
 
     def _node(self, seat: int) -> int:
@@ -298,8 +305,8 @@ class Supervisor:
 
     def _ended(self, member: RankHandle) -> None:
         outcome = member.outcome
-        if isinstance(outcome, Returned | Left):
-            if isinstance(outcome, Left):
+        if isinstance(outcome, Returned | Departed):
+            if isinstance(outcome, Departed):
                 self._empty.add(self._seats[member.rank].seat)
                 self._forget(member)
             return
@@ -387,7 +394,7 @@ class Supervisor:
                 member.outcome = Died(time.monotonic(), "was given up by the other ranks, and killed")
                 self._ended(member)
 
-    def _give_up(self, said: Mapping[int, Said]) -> None:
+    def _give_up(self, said: Mapping[int, MemberRegister]) -> None:
         elapsed = self._stopwatch.elapsed()
         late = awaited(self._record, said) if self._held else ()  # before any state exists, all members begin together
         self._waited = {member: self._waited.get(member, 0.0) + elapsed for member in late}
@@ -404,7 +411,7 @@ class Supervisor:
                 member.outcome = Died(time.monotonic(), how)
                 self._ended(member)
 
-    def _said(self) -> Mapping[int, Said]:
+    def _said(self) -> Mapping[int, MemberRegister]:
         done = [member for member in self.crew if isinstance(member.outcome, Returned)]
         said = {member.rank: self._place.said(member.rank) for member in [*self._live(), *done]}
         self._held = self._held or any(one.holds for one in said.values())
@@ -412,7 +419,7 @@ class Supervisor:
         return said if self._held else {member: one for member, one in said.items() if not self._seats[member].late}
 
 
-def _told(before: Orders, after: Orders) -> None:
+def _told(before: CoordinatorRegister, after: CoordinatorRegister) -> None:
     if after.confirmed != before.confirmed:
         new = after.proposal
         _LOG.info("generation %d has processes %s and has lost %s", new.number, new.members, new.lost)

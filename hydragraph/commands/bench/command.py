@@ -34,13 +34,13 @@ def kernels_command(options: BenchKernelsOptions) -> None:
 
     from hydragraph.commands.bench.device_ceiling import choose_device
     from hydragraph.commands.bench.kernel_bench import bench_kernels
-    from hydragraph.commands.bench.kernel_cases import Sweep
+    from hydragraph.commands.bench.kernel_cases import KernelSweep
 
     device = choose_device(options.device)
     cuda = device.type == "cuda"
     full = cuda if options.size is None else options.size is Size.FULL
     compiled = cuda if options.compiled is None else options.compiled
-    sweep = Sweep(device, torch.bfloat16 if cuda else torch.float32, full, compiled)
+    sweep = KernelSweep(device, torch.bfloat16 if cuda else torch.float32, full, compiled)
 
     def keep(report: BenchReport) -> None:
         if options.json is not None:

@@ -14,7 +14,7 @@ ROUNDS = 7
 
 
 @dataclass(frozen=True)
-class Ceilings:
+class DeviceCeilings:
     """Measured copy bandwidth (bytes read and written), measured matrix-product FLOP/s, and the datasheet's FLOP/s."""
 
     device: str
@@ -39,7 +39,7 @@ class Ceilings:
         return f"{self.device}: copy {copy:.4g} GB/s, {name} products {product:.4g} TFLOP/s"
 
 
-def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> DeviceCeilings:
     cuda = device.type == "cuda"
     source = torch.zeros((1024 if cuda else 64) * 2**18, device=device)
     target = torch.empty_like(source)
@@ -49,7 +49,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     product_s = min(timed(lambda _: a @ b, i, device) for i in range(ROUNDS))
     name = device_name(device)
     peak = peak_flops_per_s(name, dtype)
-    return Ceilings(name, dtype, 2 * source.nbytes / copy_s, 2 * n**3 / product_s, peak)
+    return DeviceCeilings(name, dtype, 2 * source.nbytes / copy_s, 2 * n**3 / product_s, peak)
 
 
 def device_name(device: torch.device) -> str:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hydragraph.commands.bench.bench_table import BenchReport, PictureBar, Target
-from hydragraph.commands.bench.device_ceiling import Ceilings, measure_ceilings
+from hydragraph.commands.bench.device_ceiling import DeviceCeilings, measure_ceilings
 from hydragraph.commands.bench.interleaved_timing import alternate, peak_bytes
-from hydragraph.commands.bench.kernel_cases import CASES, Case, Sweep
+from hydragraph.commands.bench.kernel_cases import CASES, KernelCase, KernelSweep
 from hydragraph.errors import Unsupported
 
 ROUNDS = 7
@@ -37,7 +37,7 @@ class KernelRow:
 
 def bench_kernels(
     names: Sequence[str],
-    sweep: Sweep,
+    sweep: KernelSweep,
     tell: Callable[[str], None] = lambda what: None,
     keep: Callable[[BenchReport], None] = lambda report: None,
 ) -> BenchReport:
@@ -64,7 +64,9 @@ def bench_kernels(
     return _report(rows, notes, sweep, ceilings)
 
 
-def _report(rows: Sequence[KernelRow], notes: Sequence[str], sweep: Sweep, ceilings: Ceilings) -> BenchReport:
+def _report(
+    rows: Sequence[KernelRow], notes: Sequence[str], sweep: KernelSweep, ceilings: DeviceCeilings
+) -> BenchReport:
     bars = tuple(PictureBar(f"{r.kernel}\n{r.size}", r.side, r.percent) for r in rows)
     title = f"Kernels on {ceilings.device}"
     targets = kernel_targets(rows if sweep.full and sweep.device.type == "cuda" else ())
@@ -72,7 +74,7 @@ def _report(rows: Sequence[KernelRow], notes: Sequence[str], sweep: Sweep, ceili
     return BenchReport(title, COLUMNS, cells, tuple(notes), (), targets, bars, "% of the measured ceiling")
 
 
-def _left_out(sweep: Sweep) -> Iterator[str]:
+def _left_out(sweep: KernelSweep) -> Iterator[str]:
     yield "Attention and slice_copy are not measured with torch.compile: their eager versions are Python loops."
     if not sweep.compiled:
         yield "torch.compile was not measured: pass --compiled to measure it."
@@ -80,7 +82,7 @@ def _left_out(sweep: Sweep) -> Iterator[str]:
         yield "On the CPU, hydragraph's operators run plain PyTorch; Triton's interpreter is not measured."
 
 
-def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[KernelRow], list[str]]:
+def measure(case: KernelCase, device: torch.device, ceilings: DeviceCeilings) -> tuple[list[KernelRow], list[str]]:
     """Time a case's sides in turn and return rows, and notes on failed sides; raise ValueError for a wrong result."""
     sides, refused = checked(case)
     calls = {name: (lambda turn, call=call: call()) for name, call in sides.items()}
@@ -95,7 +97,7 @@ def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[
     return rows, refused
 
 
-def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
+def checked(case: KernelCase) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
     (first, reference), *others = case.sides.items()
     expected = reference().detach().float().clone()
     sides = {first: reference}

@@ -20,7 +20,7 @@ RANGES = 2000  # maximum ranges per copy
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One computation at one size.
 
     Attributes:
@@ -37,7 +37,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class KernelSweep:
     """Settings of a benchmark; `full` selects the sizes for a GPU."""
 
     device: torch.device
@@ -46,7 +46,7 @@ class Sweep:
     compiled: bool
 
 
-def attention(sweep: Sweep) -> Iterator[Case]:
+def attention(sweep: KernelSweep) -> Iterator[KernelCase]:
     """Causal attention, forward and backward; FLOPs exclude the masked half, and a backward counts as 2.5 forwards."""
     small = [(256, 4, 2, 32), (512, 4, 2, 64)]
     full = [(4096, 32, 8, 128), (16384, 32, 8, 128), (32768, 32, 8, 128), (16384, 32, 8, 64)]
@@ -65,7 +65,7 @@ def attention(sweep: Sweep) -> Iterator[Case]:
         forwards["dispatch"] = ours
         work = 3.5 * sum(2.0 * n * n * heads * size for n in lengths)
         sides = {name: partial(_gradient, forward, (q, k, v), grad) for name, forward in forwards.items()}
-        yield Case("varlen_attention", f"T {tokens}, {heads}/{kv} heads of {size}", work, "products", sides)
+        yield KernelCase("varlen_attention", f"T {tokens}, {heads}/{kv} heads of {size}", work, "products", sides)
 
 
 def _per_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
@@ -82,7 +82,7 @@ def _gradient(call: Callable[[], Tensor], inputs: tuple[Tensor, ...], grad: Tens
     return torch.autograd.grad(value, inputs, grad.to(value.dtype))[0]
 
 
-def slice_copies(sweep: Sweep) -> Iterator[Case]:
+def slice_copies(sweep: KernelSweep) -> Iterator[KernelCase]:
     """Copies of permuted ranges: with a cast, as in pulls of weights, or with a sum, as in pushes of gradients."""
     for megabytes in (64, 256, 1024) if sweep.full else (1, 4):
         count = megabytes * 2**18
@@ -95,7 +95,7 @@ def slice_copies(sweep: Sweep) -> Iterator[Case]:
             targets = {name: torch.zeros(count, dtype=dtype, device=sweep.device) for name in ways}
             calls = {n: partial(way, master, targets[n], table, accumulate=add) for n, way in ways.items()}
             sides = {n: partial(_returning, targets[n], call) for n, call in calls.items()}
-            yield Case(f"slice_copy {kind}", size, bytes_each * table.elements, "memory", sides)
+            yield KernelCase(f"slice_copy {kind}", size, bytes_each * table.elements, "memory", sides)
 
 
 def _table(count: int, device: torch.device) -> slice_copy.SliceTable:
@@ -113,7 +113,7 @@ def _returning(value: Tensor, call: Callable[..., object], *arguments: object) -
     return value
 
 
-def adamw_steps(sweep: Sweep) -> Iterator[Case]:
+def adamw_steps(sweep: KernelSweep) -> Iterator[KernelCase]:
     """AdamW update that also writes a 16-bit copy of the weights: 30 bytes per element."""
     settings = adamw.AdamWSettings(1e-3)
     for megabytes in (64, 256, 1024) if sweep.full else (1, 4):
@@ -132,7 +132,7 @@ def adamw_steps(sweep: Sweep) -> Iterator[Case]:
             copy = torch.empty(count, dtype=torch.bfloat16, device=sweep.device)
             shard = adamw.Shard(weight.clone(), gradient, zeros[0], zeros[1], copy, 1)
             sides[name] = partial(_returning, shard.weight, way, shard)
-        yield Case("adamw + bf16 copy", f"{megabytes} MB", 30.0 * count, "memory", sides)
+        yield KernelCase("adamw + bf16 copy", f"{megabytes} MB", 30.0 * count, "memory", sides)
 
 
 def _fused(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
@@ -152,7 +152,7 @@ def _formula(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
     shard.copy.copy_(shard.weight)
 
 
-def head_losses(sweep: Sweep) -> Iterator[Case]:
+def head_losses(sweep: KernelSweep) -> Iterator[KernelCase]:
     """Forward and backward of the head and loss: three matrix products."""
     full = [(4096, 4096, 32000), (16384, 4096, 32000), (16384, 4096, 131072)]
     for tokens, hidden, vocabulary in full if sweep.full else [(128, 64, 1024), (512, 128, 4096)]:
@@ -168,7 +168,7 @@ def head_losses(sweep: Sweep) -> Iterator[Case]:
         losses = {name: partial(way, x, weight, labels) for name, way in ways.items()}
         sides = {name: partial(_gradient, loss, (x, weight), one) for name, loss in losses.items()}
         work = 6.0 * tokens * hidden * vocabulary
-        yield Case("linear_cross_entropy", f"T {tokens}, E {hidden}, V {vocabulary}", work, "products", sides)
+        yield KernelCase("linear_cross_entropy", f"T {tokens}, E {hidden}, V {vocabulary}", work, "products", sides)
 
 
 def _fused_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def _eager_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(hidden @ weight.T, labels, reduction="sum")
 
 
-CASES: dict[str, Callable[[Sweep], Iterator[Case]]] = {
+CASES: dict[str, Callable[[KernelSweep], Iterator[KernelCase]]] = {
     "varlen_attention": attention,
     "slice_copy": slice_copies,
     "adamw": adamw_steps,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
-from hydragraph.cost.instruction_work import Without
+from hydragraph.cost.instruction_work import ExcludedCosts
 from hydragraph.cost.link_bytes import Direction, Traffic
 from hydragraph.cost.timeline import simulate
 from hydragraph.ir.program import Program
@@ -64,9 +64,9 @@ def simulated(
     costs = Costs(datasheet(program, cluster, degrees=degrees), cluster, home=home)
     work = costs.work(strategy, Assignment.even(counts, tokens))
     other: Direction = "push" if leg.direction == "pull" else "pull"
-    without = Without(work, leg.direction)
-    alone = Without(work, "computing", "messages", "ending", other)
-    idle = Without(work, "computing", "messages", "ending", "pull", "push")
+    without = ExcludedCosts(work, leg.direction)
+    alone = ExcludedCosts(work, "computing", "messages", "ending", other)
+    idle = ExcludedCosts(work, "computing", "messages", "ending", "pull", "push")
     variants = (work, without, alone, idle)
     whole, less, by_itself, nothing = (simulate(programs, cluster, variant).seconds for variant in variants)
     if not leg.traffic.total:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hydragraph.commands.bench.bench_models import LlamaShape, draw_sequences, mixed_lengths
 from hydragraph.commands.bench.bench_table import BenchReport, PictureBar, Target
-from hydragraph.commands.bench.device_ceiling import Ceilings, measure_ceilings
+from hydragraph.commands.bench.device_ceiling import DeviceCeilings, measure_ceilings
 from hydragraph.commands.bench.eager_baselines import Baseline, baselines
 from hydragraph.commands.bench.interleaved_timing import WARM_UP, Side, alternate, peak_bytes
 from hydragraph.commands.bench.link_measure import transfers
@@ -157,7 +157,7 @@ def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> N
 
 def _report(
     settings: StepSettings,
-    ceilings: Ceilings,
+    ceilings: DeviceCeilings,
     model: nn.Module,
     sides: Mapping[str, SideResult],
     linked: tuple[float, float],

@@ -1,4 +1,4 @@
-"""Comparison of losses and gradients within a tolerance (`Bound`)."""
+"""Comparison of losses and gradients within a tolerance (`ErrorBound`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Bound:
+class ErrorBound:
     """Maximum difference between two correct computations.
 
     Attributes:
@@ -24,8 +24,8 @@ class Bound:
 
 
 # Correct computations differ by 1e-7 to 1e-5 in fp32 and by 1e-15 to 1e-12 in fp64; bugs cause at least 1e-3.
-SINGLE = Bound(1e-4, 1e-6)
-DOUBLE = Bound(1e-7, 1e-9)
+SINGLE = ErrorBound(1e-4, 1e-6)
+DOUBLE = ErrorBound(1e-7, 1e-9)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class GradientComparison:
         else:
             self._left[name] = left - expected
 
-    def worst(self, loss: float, expected: float, bound: Bound, tokens: tuple[int, ...]) -> Difference | None:
+    def worst(self, loss: float, expected: float, bound: ErrorBound, tokens: tuple[int, ...]) -> Difference | None:
         """Return the difference with the largest ratio, or None if an expected value is not finite."""
         errors = {name: _norm(left) for name, left in sorted(self._left.items())}
         infinite = any(not math.isfinite(error) and name not in self._told_apart for name, error in errors.items())
@@ -98,7 +98,7 @@ class GradientComparison:
 
 
 def compare(
-    computed: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: Bound, tokens: tuple[int, ...]
+    computed: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: ErrorBound, tokens: tuple[int, ...]
 ) -> Difference | None:
     norms = {name: _norm(value) for name, value in expected.items()}
     comparison = GradientComparison({name: value.clone() for name, value in computed.items()}, norms)

@@ -15,12 +15,12 @@ from torch import Tensor
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.check import scratch_pages
 from hydragraph.frontend.check.eager_and_captured import CapturedBatch, add_captured, depends_on_padding, run_alone
-from hydragraph.frontend.check.loss_comparison import DOUBLE, SINGLE, Bound, Difference, GradientComparison
+from hydragraph.frontend.check.loss_comparison import DOUBLE, SINGLE, Difference, ErrorBound, GradientComparison
 from hydragraph.frontend.check.narrow_model import CheckedModel, LibraryModel, NarrowModel
-from hydragraph.frontend.check.probe_lengths import LARGE, Lengths, lengths_of
+from hydragraph.frontend.check.probe_lengths import LARGE, ProbeLengths, lengths_of
 from hydragraph.frontend.check.probe_sequences import batches, draw_sequences, ids_of
 from hydragraph.frontend.check.probe_weights import DrawnWeights
-from hydragraph.frontend.check.reduced_model import Forms, reduced
+from hydragraph.frontend.check.reduced_model import OutputStructure, reduced
 from hydragraph.frontend.loss_module import loss_buffers, wide_loss
 from hydragraph.frontend.packed_batch import pack
 from hydragraph.frontend.packed_inputs import token_cross_entropy
@@ -62,7 +62,7 @@ class Attempt:
     seed: int
 
     @property
-    def bound(self) -> Bound:
+    def bound(self) -> ErrorBound:
         return DOUBLE if self.dtype is torch.float64 and self.widened else SINGLE
 
     @property
@@ -79,7 +79,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """Result of a check.
 
     Attributes:
@@ -122,7 +122,7 @@ class _Unrunnable(Exception):  # noqa: N818
         self.side = side
 
 
-def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None = None) -> Checked:
+def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None = None) -> CheckResult:
     """Compare captured graphs, run on packed batches, with the model, run on single sequences.
 
     Raises:
@@ -138,7 +138,7 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
     return _checked(subject, mode, variants)
 
 
-def _checked_narrow(subject: CheckedModel, narrow: NarrowModel) -> Checked | None:
+def _checked_narrow(subject: CheckedModel, narrow: NarrowModel) -> CheckResult | None:
     try:
         checked = _checked(replace(subject, model=narrow.model, program=narrow.program), "auto", None)
     except Unsupported as error:
@@ -147,7 +147,7 @@ def _checked_narrow(subject: CheckedModel, narrow: NarrowModel) -> Checked | Non
     return None if checked.problem else replace(checked, factor=narrow.widths.factor)
 
 
-def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Checked:
+def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> CheckResult:
     began = time.perf_counter()
     program = subject.program
     variants = Variants(program, added=True) if variants is None else variants  # an empty Variants is falsy
@@ -156,7 +156,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
     comparer = _Comparer(subject, variants, lengths_of(subject.model, program, most))
     with scratch_pages.reused() if most > LARGE else nullcontext():
         results = [comparer.compare(group) for group in groups]
-    checked = Checked(type(subject.model).__name__, program.layers, time.perf_counter() - began)
+    checked = CheckResult(type(subject.model).__name__, program.layers, time.perf_counter() - began)
     for result in results:
         if isinstance(result, str):
             return replace(checked, problem=result)
@@ -219,8 +219,8 @@ def _kept(program: Program, group: Sequence[int]) -> list[Block]:
 class _Comparer:
     subject: CheckedModel
     variants: Variants
-    lengths: Lengths
-    forms: Forms = field(default_factory=Forms)
+    lengths: ProbeLengths
+    forms: OutputStructure = field(default_factory=OutputStructure)
 
     def compare(self, group: tuple[int, ...]) -> tuple[Difference, Attempt] | str:
         program = self.subject.program
@@ -332,7 +332,7 @@ def _side(name: str) -> Iterator[None]:
         raise _Unrunnable(name, error) from error
 
 
-def report(checked: Checked) -> None:
+def report(checked: CheckResult) -> None:
     if checked.problem:
         remedy = "make each sequence's loss and gradients finite on the CPU, or pass check='off'"
         raise Unsupported(f"not checked: {checked.problem}", where=checked.model, remedy=remedy)

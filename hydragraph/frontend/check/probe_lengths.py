@@ -27,14 +27,14 @@ LARGE = 100_000_000
 
 
 @dataclass(frozen=True)
-class Lengths:
+class ProbeLengths:
     """Sequence lengths, and the (name, limit) of model settings whose limit no length exceeds."""
 
     tokens: tuple[int, ...]
     untouched: tuple[tuple[str, int], ...]
 
 
-def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
+def lengths_of(model: nn.Module, program: Program, parameters: int) -> ProbeLengths:
     """Choose lengths, shorter if there are more `parameters`; the second length exceeds as many limits as possible."""
     settings = set(_settings(model))
     places = _places(settings, program)
@@ -44,7 +44,7 @@ def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
     beyond = sorted((n, v) for n, v in limits if most < v + _BEYOND <= min([v + _BEYOND, *places]))
     first, second, *others = _FEW if parameters > LARGE else _SHORT
     long = min(max([second, *(value + _BEYOND for value in reached)]), most)
-    return Lengths((min(first, most), long, *(min(n, most) for n in others)), tuple(beyond))
+    return ProbeLengths((min(first, most), long, *(min(n, most) for n in others)), tuple(beyond))
 
 
 def _settings(model: nn.Module) -> Iterator[tuple[str, int]]:

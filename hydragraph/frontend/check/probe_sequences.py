@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from hydragraph.frontend.check.probe_lengths import Lengths, embeddings
-from hydragraph.frontend.packed_batch import Draws, pack
+from hydragraph.frontend.check.probe_lengths import ProbeLengths, embeddings
+from hydragraph.frontend.packed_batch import DropoutNumbers, pack
 from hydragraph.frontend.packed_inputs import own_fields, shift
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Program
@@ -23,7 +23,7 @@ _TARGETS = 3  # distance between targets, if labels are not the next tokens
 
 
 @dataclass(frozen=True)
-class Ids:
+class ProbeIds:
     """Exclusive upper bounds of token ids (`count`) and labels (`labels`); `special` ids are never drawn."""
 
     count: int
@@ -41,16 +41,16 @@ class Ids:
         return ids
 
 
-def ids_read(program: Program, otherwise: int = 2) -> Ids:
+def ids_read(program: Program, otherwise: int = 2) -> ProbeIds:
     """Return the ids that a program's embedding tables and loss accept; `otherwise` is the default count."""
     limits = [limit for limit in field_ranges_of(program) if limit.field == "input_ids"]
     rows = [rows for rows, read in embeddings(program) if read == {"input_ids"}]
     count = min([limit.high for limit in limits] or rows or [otherwise])
     least = max([limit.low for limit in limits], default=0)
-    return Ids(count, frozenset(range(max(least, 0))), _classes(program) or count)
+    return ProbeIds(count, frozenset(range(max(least, 0))), _classes(program) or count)
 
 
-def ids_of(model: nn.Module, program: Program) -> Ids:
+def ids_of(model: nn.Module, program: Program) -> ProbeIds:
     """Return the ids that a model accepts, without special tokens."""
     config: Any = getattr(model, "config", None)
     read = ids_read(program, int(getattr(config, "vocab_size", None) or 2))
@@ -69,7 +69,7 @@ def _classes(program: Program) -> int | None:
 
 
 def draw_sequences(
-    lengths: Lengths, ids: Ids, program: Program, example: Mapping[str, Tensor] | None, seed: int
+    lengths: ProbeLengths, ids: ProbeIds, program: Program, example: Mapping[str, Tensor] | None, seed: int
 ) -> list[Sequence]:
     generator = torch.Generator().manual_seed(seed)
     fields = own_fields(program)
@@ -82,7 +82,7 @@ def draw_sequences(
     return sequences
 
 
-def _labels(tokens: Tensor, ids: Ids, causal: bool, generator: torch.Generator) -> Tensor:
+def _labels(tokens: Tensor, ids: ProbeIds, causal: bool, generator: torch.Generator) -> Tensor:
     if causal and ids.labels >= ids.count:
         return shift(tokens)
     drawn = torch.randint(0, ids.labels, tokens.shape, generator=generator)
@@ -100,7 +100,7 @@ def _field(field: Field, length: int, example: Tensor | None, generator: torch.G
 
 def batches(sequences: list[Sequence], key: int | None = None) -> list[tuple[dict[str, Tensor], list[int]]]:
     """Return two packed batches, each with the indices of its sequences; `key` is the dropout key."""
-    draws = None if key is None else Draws(key, range(len(sequences)))
+    draws = None if key is None else DropoutNumbers(key, range(len(sequences)))
     tokens = sum(map(len, sequences))
     padded = next((n for n in _PADDED if tokens % n), tokens + 1)
     orders = ((list(range(min(2, len(sequences)))), 1), (list(reversed(range(len(sequences)))), padded))

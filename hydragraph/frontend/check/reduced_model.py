@@ -20,7 +20,7 @@ from hydragraph.private.argument_trees import tree_flatten, tree_leaves, tree_un
 _ANYWHERE = ("eager", "sdpa")
 
 
-class Forms:
+class OutputStructure:
     """Structure of the blocks' outputs, recorded from one block."""
 
     _rebuild: Callable[[Tensor], Any] = staticmethod(lambda hidden: hidden)
@@ -39,7 +39,7 @@ class Forms:
 
 
 def reduced(
-    model: nn.Module, blocks: str | None, kept: Collection[int], forms: Forms, weights: DrawnWeights
+    model: nn.Module, blocks: str | None, kept: Collection[int], forms: OutputStructure, weights: DrawnWeights
 ) -> nn.Module:
     """Copy a model with new weights; blocks outside `kept` get no weights and return their input."""
     path, layers = block_list(model, blocks)
@@ -78,7 +78,7 @@ def _tensors(model: nn.Module, left_out: Callable[[str, Tensor], bool], weights:
     return memo
 
 
-def _leave_out(block: nn.Module, forms: Forms, used: Collection[int]) -> None:
+def _leave_out(block: nn.Module, forms: OutputStructure, used: Collection[int]) -> None:
     block.forward = forms.pass_on  # type: ignore[method-assign]
     block._forward_hooks.clear()
     block._forward_pre_hooks.clear()

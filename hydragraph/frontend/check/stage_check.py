@@ -20,13 +20,13 @@ from hydragraph.frontend.check.loss_comparison import Difference, compare
 from hydragraph.frontend.check.narrow_model import LibraryModel, Widths, variant_text
 from hydragraph.frontend.check.numeric_check import Attempt, log
 from hydragraph.frontend.check.passed_checks import key_of, recall, remember
-from hydragraph.frontend.check.probe_lengths import LARGE, Lengths
+from hydragraph.frontend.check.probe_lengths import LARGE, ProbeLengths
 from hydragraph.frontend.check.probe_sequences import draw_sequences, ids_read
 from hydragraph.frontend.check.probe_weights import DrawnWeights
 from hydragraph.frontend.check.wide_dtype import default_dtype, runner
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.frontend.meta_initialiser import initial_buffers
-from hydragraph.frontend.packed_batch import Draws, pack
+from hydragraph.frontend.packed_batch import DropoutNumbers, pack
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.layout import GradientKind
 from hydragraph.ir.parameter import Parameter
@@ -38,7 +38,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
 LARGEST = 1 << 28  # parameters of a compared block
-_LENGTHS = Lengths((5, 11, 3), ())
+_LENGTHS = ProbeLengths((5, 11, 3), ())
 _OUT = "its output"
 
 REMEDY = (
@@ -214,7 +214,7 @@ class StageCheck:
         program, wide = self._program, attempt.wide
         template = program.templates[block.template]
         sequences = draw_sequences(_LENGTHS, ids_read(program), program, None, attempt.seed)
-        draws = Draws(attempt.seed, range(len(sequences))) if program.drops else None
+        draws = DropoutNumbers(attempt.seed, range(len(sequences))) if program.drops else None
         batch = pack(sequences, form.tp, several=True, draws=draws)
         values = CapturedBatch(program, self._buffers, batch, wide).inputs(block)
         tokens = _tokens_of(batch)

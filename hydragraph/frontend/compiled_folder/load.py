@@ -26,7 +26,7 @@ from hydragraph.frontend.compiled_folder.manifest import (
 )
 from hydragraph.frontend.compiled_folder.model_record import ModelRecord, differences
 from hydragraph.frontend.compiled_folder.program_records import program_of, variant_of
-from hydragraph.frontend.compiled_folder.record_schema import Malformed
+from hydragraph.frontend.compiled_folder.record_schema import MalformedRecord
 from hydragraph.frontend.compiled_folder.save import PROGRAM
 from hydragraph.ir.program import Program
 from hydragraph.passes.differentiate import Variant
@@ -51,7 +51,7 @@ class CompiledFolder:
             return None
         try:
             return variant_of(read_json(self._files[entry.file], entry.file), spec, entry.file)
-        except Malformed as error:
+        except MalformedRecord as error:
             raise Refused(self.folder, str(error)) from None
 
     def source(self, spec: VariantSpec) -> str:

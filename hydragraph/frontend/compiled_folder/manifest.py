@@ -19,7 +19,7 @@ import torch
 import hydragraph
 from hydragraph.frontend.compiled_folder import record_schema
 from hydragraph.frontend.compiled_folder.model_record import PARTS, ModelRecord
-from hydragraph.frontend.compiled_folder.record_schema import Malformed
+from hydragraph.frontend.compiled_folder.record_schema import MalformedRecord
 from hydragraph.version import __version__
 
 FORMAT = 1
@@ -118,7 +118,7 @@ def read_manifest(folder: Path) -> FolderManifest:
         data = record_schema.fields(data, ["format", *names, "sha256"], NAME)
         manifest = record_schema.record(FolderManifest, {name: data[name] for name in names}, NAME)
         record_schema.fields(manifest.model, PARTS, f"{NAME}: model")
-    except Malformed as error:
+    except MalformedRecord as error:
         raise Refused(folder, f"{NAME} is damaged: {error}") from None
     if manifest.text().encode() != written:
         raise Refused(folder, f"{NAME} was changed after it was written")
@@ -161,7 +161,7 @@ def read_json(content: bytes, where: str) -> Any:
     try:
         return json.loads(content.decode(), parse_constant=_no_number, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"{where}: {str(error)[:200]}") from None
+        raise MalformedRecord(f"{where}: {str(error)[:200]}") from None
 
 
 def _no_number(name: str) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.library_code import LibraryCode
-from hydragraph.frontend.model_description import Unknown, attributes, described_function, source_digest
+from hydragraph.frontend.model_description import Indescribable, attributes, described_function, source_digest
 from hydragraph.frontend.packed_inputs import Loss, fields_of, token_cross_entropy
 from hydragraph.frontend.state_readers import functions_in
 
@@ -57,7 +57,7 @@ def model_record(
             "modules": _modules(model),
             "code": _code(model),
         }
-    except Unknown as error:
+    except Indescribable as error:
         what = f"{error}, so a compiled folder cannot identify the model"
         remedy = "remove this object from the model or the loss, or train without a compiled folder"
         raise Unsupported(what, where=type(model).__name__, remedy=remedy) from None
@@ -145,7 +145,7 @@ def _code(model: nn.Module) -> Mapping[str, str]:
     for place, value in LibraryCode(model).patches:
         if place.rpartition(".")[0] not in methods and place not in methods:
             if not isinstance(value, FunctionType) or value.__closure__:
-                raise Unknown(f"{place} is {value!r}")
+                raise Indescribable(f"{place} is {value!r}")
             digests[place] = _digest((value.__qualname__, _instructions(value.__code__), repr(value.__defaults__)))
     return digests
 

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from torch import fx
 
 from hydragraph.frontend.compiled_folder import record_schema
-from hydragraph.frontend.compiled_folder.record_schema import Malformed, built, built_fields, refuse
+from hydragraph.frontend.compiled_folder.record_schema import MalformedRecord, built, built_fields, refuse
 from hydragraph.ir.graph_data import decode, encode, placeholders_of, results_of
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Program, Template
@@ -174,6 +174,6 @@ def _built(data: Mapping[str, Any], where: str) -> list[fx.GraphModule]:
         return decode(data)
     except Exception as error:  # FX may fail to generate the graph's code
         first = (str(error).splitlines() or [""])[0]
-        raise Malformed(
+        raise MalformedRecord(
             f"{where}: cannot build a graph from this data ({type(error).__name__}: {first:.200})"
         ) from error

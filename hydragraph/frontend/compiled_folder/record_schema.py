@@ -45,12 +45,12 @@ _FORMATS = frozenset({"contiguous_format", "preserve_format", "channels_last", "
 _MOST: Mapping[type, float] = {bool: 1, int: 1 << 63, float: sys.float_info.max}
 
 
-class Malformed(ValueError):  # noqa: N818
+class MalformedRecord(ValueError):  # noqa: N818
     """Data that does not match the schema."""
 
 
 def refuse(where: str, what: str) -> NoReturn:
-    raise Malformed(f"{where}: {what}")
+    raise MalformedRecord(f"{where}: {what}")
 
 
 def fields(value: object, names: Collection[str], where: str) -> Mapping[str, Any]:
@@ -108,7 +108,7 @@ def record(kind: type[Record], value: object, where: str) -> Record:
     try:
         return kind(**parts)
     except ValueError as error:
-        raise Malformed(f"{where}: {error}") from None
+        raise MalformedRecord(f"{where}: {error}") from None
 
 
 def built_fields(kind: type, data: Mapping[str, Any], names: Iterable[str], where: str) -> dict[str, Any]:
@@ -189,12 +189,12 @@ class _Graph:
             try:
                 self._node(*entry)
             except ValueError as error:
-                raise Malformed(f"{where} ({name}): {error}") from None
+                raise MalformedRecord(f"{where} ({name}): {error}") from None
             self._names.add(name)
 
     def _node(self, name: str, kind: object, target: Any, args: Any, kwargs: Any, value: Any) -> None:
         if not isinstance(args, list) or not isinstance(kwargs, dict):
-            raise Malformed("the arguments are not a list, or the keyword arguments are not a mapping")
+            raise MalformedRecord("the arguments are not a list, or the keyword arguments are not a mapping")
         checks: Mapping[object, Callable[[Any, list[Any], Mapping[str, Any]], None]] = {
             "placeholder": self._placeholder,
             "get_attr": self._constant,
@@ -203,7 +203,7 @@ class _Graph:
             "output": self._output,
         }
         if not isinstance(kind, str) or kind not in checks:
-            raise Malformed(f"the kind is {kind!r:.80}: expected one of {', '.join(map(str, checks))}")
+            raise MalformedRecord(f"the kind is {kind!r:.80}: expected one of {', '.join(map(str, checks))}")
         for argument in (*args, *kwargs.values()):
             self._argument(argument)
         checks[kind](target, args, kwargs)
@@ -213,43 +213,43 @@ class _Graph:
 
     def _placeholder(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
         if not _is_name(target):
-            raise Malformed(f"a placeholder's target is {target!r:.80}: expected letters, digits and _")
+            raise MalformedRecord(f"a placeholder's target is {target!r:.80}: expected letters, digits and _")
         if args or kwargs:
-            raise Malformed("a placeholder has arguments")
+            raise MalformedRecord("a placeholder has arguments")
 
     def _constant(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
         if not isinstance(target, list) or len(target) != 4 or args or kwargs:
-            raise Malformed("expected a constant as [name, dtype, shape, elements in base64]")
+            raise MalformedRecord("expected a constant as [name, dtype, shape, elements in base64]")
         name, kind, shape, content = target
         parts = name.split(".") if isinstance(name, str) else [""]
         if not all(map(_IDENTIFIER.fullmatch, parts)) or hasattr(fx.GraphModule, parts[0]):
-            raise Malformed(f"a constant has the invalid name {name!r:.80}")
+            raise MalformedRecord(f"a constant has the invalid name {name!r:.80}")
         size = math.prod(wholes(shape, "its shape")) * dtype(kind, "its dtype").itemsize
         if size > LARGEST_CONSTANT:
-            raise Malformed(f"a constant has {size} bytes: a compiled folder allows at most {LARGEST_CONSTANT}")
+            raise MalformedRecord(f"a constant has {size} bytes: a compiled folder allows at most {LARGEST_CONSTANT}")
         try:
             elements = base64.b64decode(text(content, "its elements"), validate=True)
         except binascii.Error as error:
-            raise Malformed(f"the elements are not base64: {error}") from None
+            raise MalformedRecord(f"the elements are not base64: {error}") from None
         if len(elements) != size:
-            raise Malformed(f"a constant has {len(elements)} bytes of elements, but the shape needs {size}")
+            raise MalformedRecord(f"a constant has {len(elements)} bytes of elements, but the shape needs {size}")
 
     def _call_method(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
         takes = {**ON_COLLECTIVES, **ON_SUMS, **ON_STARTED}.get(target) if isinstance(target, str) else None
         if takes is None:
-            raise Malformed(f"the method {target!r:.80} is not allowed")
+            raise MalformedRecord(f"the method {target!r:.80} is not allowed")
         if len(args) != takes or set(kwargs) != ({"beta"} if target == "addmm_" else set()):
-            raise Malformed(f"the method {target} has invalid arguments")
+            raise MalformedRecord(f"the method {target} has invalid arguments")
         # The collectives are a reserved placeholder; a start method returns a started collective.
         on = args[0].get("node") if isinstance(args[0], dict) else None
         if on is None or (on == COLLECTIVES, on in self._started) != (target in ON_COLLECTIVES, target in ON_STARTED):
-            raise Malformed(f"{on or args[0]!r:.80} does not have the method {target}")
+            raise MalformedRecord(f"{on or args[0]!r:.80} does not have the method {target}")
 
     def _output(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
         if target != "output" or kwargs or len(args) != 1 or not isinstance(args[0], dict) or set(args[0]) != {"tuple"}:
-            raise Malformed("an output must have one tuple as its argument")
+            raise MalformedRecord("an output must have one tuple as its argument")
         if not all(output is None or (isinstance(output, dict) and "node" in output) for output in args[0]["tuple"]):
-            raise Malformed("an output returns a value that is not a node")
+            raise MalformedRecord("an output returns a value that is not a node")
 
     def _argument(self, value: Any) -> None:
         if isinstance(value, list):
@@ -257,11 +257,11 @@ class _Graph:
                 self._argument(element)
         elif isinstance(value, dict):
             if len(value) != 1:
-                raise Malformed(f"the argument {value!r:.80} is invalid")
+                raise MalformedRecord(f"the argument {value!r:.80} is invalid")
             ((kind, content),) = value.items()
             self._tagged(kind, content)
         elif isinstance(value, int | float) and abs(value) > _MOST[type(value)]:
-            raise Malformed(f"the number {value!r:.80} is out of range")
+            raise MalformedRecord(f"the number {value!r:.80} is out of range")
 
     def _tagged(self, kind: str, content: Any) -> None:
         match kind:
@@ -283,7 +283,7 @@ class _Graph:
                 right = False
         if not right:
             earlier = ": it is not an earlier node" if kind == "node" else ""
-            raise Malformed(f"the argument {{{kind!r:.40}: {content!r:.80}}} is invalid{earlier}")
+            raise MalformedRecord(f"the argument {{{kind!r:.40}: {content!r:.80}}} is invalid{earlier}")
 
     def _value(self, value: Any) -> None:
         if value is None:
@@ -297,13 +297,13 @@ class _Graph:
             _, kind, device, shape, strides, storage = value
             dtype(kind, "its value")
             if not isinstance(device, str) or not _DEVICE.fullmatch(device):
-                raise Malformed(f"the value is on the invalid device {device!r:.80}")
+                raise MalformedRecord(f"the value is on the invalid device {device!r:.80}")
             sizes = [self._size(size) for size in listed(shape, "the shape of its value")]
             steps = [self._size(step) for step in listed(strides, "the strides of its value")]
             if len(sizes) != len(steps) or min([*sizes, *steps], default=0) < 0:
-                raise Malformed(f"the value has the invalid shape {shape!r:.80} or strides {strides!r:.80}")
+                raise MalformedRecord(f"the value has the invalid shape {shape!r:.80} or strides {strides!r:.80}")
             if math.prod(sizes) > LARGEST_SIZE or sum(map(int.__mul__, sizes, steps)) > LARGEST_SIZE:
-                raise Malformed("the value is larger than any memory")
+                raise MalformedRecord("the value is larger than any memory")
             whole(storage, "the storage of its value")
         else:
-            raise Malformed(f"the value {value!r:.80} is invalid")
+            raise MalformedRecord(f"the value {value!r:.80} is invalid")

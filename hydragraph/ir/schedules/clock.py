@@ -39,13 +39,13 @@ from itertools import pairwise
 from math import lcm
 from operator import itemgetter
 
-from hydragraph.ir.schedules.schedule import Action, Shape, Work
+from hydragraph.ir.schedules.schedule import Action, ScheduleShape, Work
 
 Ticks = int  # time in a unit for which all times are integers
 
 
 @dataclass(frozen=True)
-class Beat:
+class StageTimes:
     """Times at which one stage runs a pipeline's micro-batches.
 
     Attributes:
@@ -81,7 +81,7 @@ class Beat:
 
 
 @lru_cache(maxsize=256)
-def beats_of(shape: Shape) -> tuple[tuple[Beat, ...], ...]:
+def beats_of(shape: ScheduleShape) -> tuple[tuple[StageTimes, ...], ...]:
     if any(len(set(rows)) < len(rows) for rows in shape.stages):
         assert len(shape.stages) == 1, "only pipelines without interleaved stages may share stages"
         return (_returning(shape.stages[0]),)
@@ -92,20 +92,22 @@ def beats_of(shape: Shape) -> tuple[tuple[Beat, ...], ...]:
         times.append([[*row, Fraction(1, count)] for row in _times(totals, entry)])
     unit = lcm(*(time.denominator for pipeline in times for row in pipeline for time in row))
     return tuple(
-        tuple(Beat(numbers.start, *(int(time * unit) for time in row)) for row in rows)
+        tuple(StageTimes(numbers.start, *(int(time * unit) for time in row)) for row in rows)
         for numbers, rows in zip(shape.micro_batches, times, strict=True)
     )
 
 
-def forwards_of(shape: Shape, stage: int) -> list[tuple[Ticks, Action]]:
-    return _timed(shape, stage, Work.FORWARD, Beat.forward_at)
+def forwards_of(shape: ScheduleShape, stage: int) -> list[tuple[Ticks, Action]]:
+    return _timed(shape, stage, Work.FORWARD, StageTimes.forward_at)
 
 
-def backwards_of(shape: Shape, stage: int) -> list[tuple[Ticks, Action]]:
-    return _timed(shape, stage, Work.BACKWARD, Beat.backward_at)
+def backwards_of(shape: ScheduleShape, stage: int) -> list[tuple[Ticks, Action]]:
+    return _timed(shape, stage, Work.BACKWARD, StageTimes.backward_at)
 
 
-def _timed(shape: Shape, stage: int, work: Work, at: Callable[[Beat, int], Ticks]) -> list[tuple[Ticks, Action]]:
+def _timed(
+    shape: ScheduleShape, stage: int, work: Work, at: Callable[[StageTimes, int], Ticks]
+) -> list[tuple[Ticks, Action]]:
     actions = (
         (at(beat, m), Action(work, pipeline, m, visit))
         for pipeline, beats in enumerate(beats_of(shape))
@@ -116,7 +118,7 @@ def _timed(shape: Shape, stage: int, work: Work, at: Callable[[Beat, int], Ticks
     return sorted(actions, key=itemgetter(0))
 
 
-def _returning(rows: Sequence[int]) -> tuple[Beat, ...]:
+def _returning(rows: Sequence[int]) -> tuple[StageTimes, ...]:
     size = len(set(rows))
     forwards: list[int] = []
     begin = 0
@@ -129,7 +131,7 @@ def _returning(rows: Sequence[int]) -> tuple[Beat, ...]:
         there.append(row)
     pause = begin
     return tuple(
-        Beat(0, forwards[max(0, at - 1)], forward, 2 * forwards[-1] + 1 - forward, 2, size, pause)
+        StageTimes(0, forwards[max(0, at - 1)], forward, 2 * forwards[-1] + 1 - forward, 2, size, pause)
         for at, forward in enumerate(forwards)
     )
 

@@ -8,12 +8,12 @@ stage 1  .  F0 F1 F2 B0 B1 B2
 from __future__ import annotations
 
 from hydragraph.ir.schedules.clock import backwards_of, forwards_of
-from hydragraph.ir.schedules.schedule import Schedule, Shape
+from hydragraph.ir.schedules.schedule import Schedule, ScheduleShape
 
 NAME = "gpipe"
 
 
-def gpipe(shape: Shape) -> Schedule:
+def gpipe(shape: ScheduleShape) -> Schedule:
     return Schedule(
         NAME,
         tuple(

@@ -8,16 +8,16 @@ from __future__ import annotations
 from operator import itemgetter
 
 from hydragraph.ir.schedules.clock import backwards_of, forwards_of
-from hydragraph.ir.schedules.schedule import Action, Schedule, Shape, Work
+from hydragraph.ir.schedules.schedule import Action, Schedule, ScheduleShape, Work
 
 NAME = "1f1b"
 
 
-def one_f_one_b(shape: Shape) -> Schedule:
+def one_f_one_b(shape: ScheduleShape) -> Schedule:
     return Schedule(NAME, tuple(_row(shape, stage) for stage in range(shape.size)))
 
 
-def _row(shape: Shape, stage: int) -> tuple[Action, ...]:
+def _row(shape: ScheduleShape, stage: int) -> tuple[Action, ...]:
     forwards = forwards_of(shape, stage)
     if shape.is_last(stage):
         # On the last stage, a backward waits only for its own forward.

@@ -66,7 +66,7 @@ Place = tuple[int, int]  # (row, visit) of a stage
 
 
 @dataclass(frozen=True)
-class Shape:
+class ScheduleShape:
     """One pipeline, or several that share stages; micro-batches are numbered across all pipelines.
 
     Attributes:
@@ -79,7 +79,7 @@ class Shape:
     stages: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def alone(cls, stages: int, count: int) -> Shape:
+    def alone(cls, stages: int, count: int) -> ScheduleShape:
         return cls((count,), (tuple(range(stages)),))
 
     @cached_property

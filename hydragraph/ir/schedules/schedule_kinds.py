@@ -12,10 +12,10 @@ from functools import lru_cache
 from hydragraph.ir.program_outline import Mode
 from hydragraph.ir.schedules import gpipe, one_f_one_b, zb_h1
 from hydragraph.ir.schedules.clock import forwards_of
-from hydragraph.ir.schedules.schedule import Schedule, ScheduleTable, Shape, Work
+from hydragraph.ir.schedules.schedule import Schedule, ScheduleShape, ScheduleTable, Work
 from hydragraph.spec.schedule_names import SCHEDULES
 
-KINDS: Mapping[str, Callable[[Shape], Schedule]] = {
+KINDS: Mapping[str, Callable[[ScheduleShape], Schedule]] = {
     one_f_one_b.NAME: one_f_one_b.one_f_one_b,
     gpipe.NAME: gpipe.gpipe,
     zb_h1.NAME: zb_h1.zb_h1,
@@ -25,13 +25,17 @@ assert tuple(KINDS) == SCHEDULES
 WHOLE_BACKWARD = frozenset(
     name
     for name, build in KINDS.items()
-    if all(action.work in (Work.FORWARD, Work.BACKWARD) for row in build(Shape.alone(2, 1)).actions for action in row)
+    if all(
+        action.work in (Work.FORWARD, Work.BACKWARD)
+        for row in build(ScheduleShape.alone(2, 1)).actions
+        for action in row
+    )
 )
 ALL_IN_FLIGHT = gpipe.NAME
 
 
 @lru_cache(maxsize=64)
-def schedule_of(kind: str, shape: Shape, mode: Mode = "train") -> Schedule:
+def schedule_of(kind: str, shape: ScheduleShape, mode: Mode = "train") -> Schedule:
     """Return the schedule of a kind, with only forwards in mode "evaluate"."""
     if mode == "evaluate":
         stages = range(shape.size)
@@ -43,7 +47,7 @@ def schedule_of(kind: str, shape: Shape, mode: Mode = "train") -> Schedule:
 def most_in_flight(kind: str, stages: int) -> tuple[int | None, ...]:
     """Return the largest number of micro-batches in flight on each stage, or None without a limit."""
     count = stages + 1
-    schedule = KINDS[kind](Shape.alone(stages, count))
+    schedule = KINDS[kind](ScheduleShape.alone(stages, count))
     return tuple(most if most < count else None for most in map(schedule.in_flight, range(stages)))
 
 
@@ -59,4 +63,4 @@ def table_of(kind: str, rows: int | tuple[int, ...], count: int) -> ScheduleTabl
 
 @lru_cache(maxsize=64)
 def _table(kind: str, rows: tuple[int, ...], count: int) -> ScheduleTable:
-    return KINDS[kind](Shape((count,), (rows,))).table(rows)
+    return KINDS[kind](ScheduleShape((count,), (rows,))).table(rows)

@@ -15,17 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hydragraph.ir.schedules.one_f_one_b import one_f_one_b
-from hydragraph.ir.schedules.schedule import Action, Schedule, Shape, Work
+from hydragraph.ir.schedules.schedule import Action, Schedule, ScheduleShape, Work
 
 NAME = "zb-h1"
 
 
-def zb_h1(shape: Shape) -> Schedule:
+def zb_h1(shape: ScheduleShape) -> Schedule:
     rows = enumerate(one_f_one_b(shape).actions)
     return Schedule(NAME, tuple(tuple(half for action in row for half in _halves(shape, s, action)) for s, row in rows))
 
 
-def _halves(shape: Shape, stage: int, action: Action) -> Iterator[Action]:
+def _halves(shape: ScheduleShape, stage: int, action: Action) -> Iterator[Action]:
     if action.work is Work.BACKWARD and shape.places[action.pipeline][0] != (stage, action.visit):
         yield action._replace(work=Work.INPUT_GRADIENT)
         yield action._replace(work=Work.WEIGHT_GRADIENT)

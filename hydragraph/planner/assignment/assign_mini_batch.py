@@ -31,13 +31,13 @@ from hydragraph.planner.assignment.local_search import Floats, Ints
 from hydragraph.planner.assignment.micro_batches import SUM, form_in_order
 from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 from hydragraph.planner.assignment.schedule_search import TASKS, Sequences, ends_of, improve
-from hydragraph.planner.assignment.spread_search import Effort, bounded, ends, kicked, longest_first, search
+from hydragraph.planner.assignment.spread_search import SearchEffort, bounded, ends, kicked, longest_first, search
 from hydragraph.spec.assignment import Assignment
 
 ROUNDS = 3
-SPREADING = Effort(kicks=20, enough=3e-3)
+SPREADING = SearchEffort(kicks=20, enough=3e-3)
 PACKING_KICKS = 20
-EFFORT = Effort(kicks=50, enough=1e-3)
+EFFORT = SearchEffort(kicks=50, enough=1e-3)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def assign(
     profile: Profile,
     lengths: Sequence[int],
     *,
-    effort: Effort | None = None,
+    effort: SearchEffort | None = None,
     seed: int = 0,
 ) -> PlannedAssignment:
     """Assign every sequence to a pipeline and a micro-batch, minimizing the last pipeline's end time.
@@ -78,14 +78,14 @@ def assign_pipelines(
     pipelines: Sequence[PipelineCost],
     lengths: Sequence[int],
     *,
-    effort: Effort | None = None,
+    effort: SearchEffort | None = None,
     seed: int = 0,
 ) -> PlannedAssignment:
     return assign_bounded(bounded_pipelines(pipelines, lengths), lengths, effort=effort, seed=seed)
 
 
 @dataclass(frozen=True, eq=False)
-class Bounded:
+class BoundedMiniBatch:
     """A mini-batch, and lower bounds on the time of any assignment.
 
     Attributes:
@@ -99,13 +99,13 @@ class Bounded:
     seconds: float
 
 
-def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Bounded:
+def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> BoundedMiniBatch:
     problem = problem_of(pipelines, lengths, formed=True)
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])
     sequences = Sequences(problem.lengths, problem.kind_of, max_len, stage_terms(problem.kinds, len(problem.lengths)))
     first = longest_first(problem)
     relaxed = bounded(problem, _least_cost(problem), formed_room(problem), first)
-    return Bounded(
+    return BoundedMiniBatch(
         problem,
         sequences,
         first,
@@ -122,10 +122,10 @@ def line_terms(problem: AssignmentProblem, terms: StageTerms) -> StageTerms:
 
 
 def assign_bounded(
-    start: Bounded,
+    start: BoundedMiniBatch,
     lengths: Sequence[int],
     *,
-    effort: Effort | None = None,
+    effort: SearchEffort | None = None,
     seed: int = 0,
 ) -> PlannedAssignment:
     problem = start.problem
@@ -154,7 +154,7 @@ class MicroBatchCut:
         return float(self.ends.max())
 
 
-def enveloped(start: Bounded, seed: int = 0) -> MicroBatchCut:
+def enveloped(start: BoundedMiniBatch, seed: int = 0) -> MicroBatchCut:
     problem = start.problem
     relaxed = start.relaxed
     placed = search(problem, relaxed, SPREADING, seed, first=start.first, widely=False)
@@ -170,7 +170,7 @@ def enveloped(start: Bounded, seed: int = 0) -> MicroBatchCut:
     return best
 
 
-def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
+def formed(start: BoundedMiniBatch, placed: Ints) -> tuple[MicroBatchCut, Floats]:
     """Divide pipelines' sequences into micro-batches; also return each pipeline's time by Hydraulis's Appendix D.1."""
     problem = start.problem
     n = len(problem.lengths)
@@ -194,7 +194,7 @@ def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
     return _cut(start, placed.copy(), batch, order, count), estimates
 
 
-def improved(start: Bounded, cut: MicroBatchCut, effort: Effort, seed: int) -> MicroBatchCut:
+def improved(start: BoundedMiniBatch, cut: MicroBatchCut, effort: SearchEffort, seed: int) -> MicroBatchCut:
     """Improve an assignment by simulating the actual schedule; the result is never slower."""
     arrays = (cut.placed.copy(), cut.batch.copy(), cut.order.copy(), cut.count.copy())
     enough = start.seconds * (1 + effort.enough)
@@ -203,7 +203,7 @@ def improved(start: Bounded, cut: MicroBatchCut, effort: Effort, seed: int) -> M
     return min(cut, _cut(start, *arrays), key=lambda each: each.seconds)
 
 
-def _cut(start: Bounded, placed: Ints, batch: Ints, order: Ints, count: Ints) -> MicroBatchCut:
+def _cut(start: BoundedMiniBatch, placed: Ints, batch: Ints, order: Ints, count: Ints) -> MicroBatchCut:
     cut = MicroBatchCut(placed, batch, order, count, np.asarray(ends_of(placed, batch, order, count, start.given)))
     faithful = start.given.terms.faithful[start.problem.kind_of]
     if not faithful.all():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hydragraph.cost.measured_profile import PipelineCost, Scheme
 from hydragraph.cost.schemes import Schemes
 from hydragraph.planner.assignment.assign_mini_batch import (
-    Bounded,
+    BoundedMiniBatch,
     PlannedAssignment,
     assign_bounded,
     bounded_pipelines,
@@ -127,7 +127,7 @@ def compare_pipelines(
 
 
 def _assigned(
-    pipelines: Sequence[PipelineCost], start: Bounded, lengths: Sequence[int], seed: int
+    pipelines: Sequence[PipelineCost], start: BoundedMiniBatch, lengths: Sequence[int], seed: int
 ) -> PlannedAssignment:
     if not 0 < min(lengths, default=0) == max(lengths, default=0):
         return assign_bounded(start, lengths, seed=seed)

@@ -136,7 +136,7 @@ def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], st
 
 
 @dataclass(frozen=True, eq=False)
-class Least:
+class MinimumTimes:
     """Minimum time of each sequence on the likely bottleneck stage of each kind of pipeline.
 
     Attributes:
@@ -157,8 +157,8 @@ class Least:
         return np.asarray(self.work + problem.lengths[:, None] * per_token)
 
 
-def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
-    """Return each sequence's minimum times; see `Least`.
+def least_of(problem: AssignmentProblem, terms: StageTerms) -> MinimumTimes:
+    """Return each sequence's minimum times; see `MinimumTimes`.
 
     Args:
         terms: lower bounds on each kind's cost terms (`stage_terms` with `lower`).
@@ -183,7 +183,7 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
         work[:, k] = both[s, r, :2] @ powers[:2] + both[s, r, 3:] @ powers[3:]
         overhead[k] = both[s, r, 2]
         fill[:, k] = passed[s]
-    return Least(np.where(np.isfinite(problem.cost), work, np.inf), overhead, prefixes, fill)
+    return MinimumTimes(np.where(np.isfinite(problem.cost), work, np.inf), overhead, prefixes, fill)
 
 
 def schedule_bound(problem: AssignmentProblem, terms: StageTerms, prices: Floats) -> float:
@@ -200,7 +200,7 @@ def schedule_bound(problem: AssignmentProblem, terms: StageTerms, prices: Floats
     return _pigeonhole(problem, least, low) * (1 - 1e-9)  # margin for rounding
 
 
-def _divided(problem: AssignmentProblem, least: Least, prices: Floats) -> float:
+def _divided(problem: AssignmentProblem, least: MinimumTimes, prices: Floats) -> float:
     cost = least.divided(problem)
     finite = np.isfinite(cost)
     cheapest = np.where(finite, np.where(finite, cost, 0.0) * prices, np.inf).min(1)
@@ -215,7 +215,7 @@ def _divided(problem: AssignmentProblem, least: Least, prices: Floats) -> float:
     return float(np.where(needed > 0, np.where(paid > 0, z, np.inf).min(1), 0.0).max())
 
 
-def _pigeonhole(problem: AssignmentProblem, least: Least, low: float) -> float:
+def _pigeonhole(problem: AssignmentProblem, least: MinimumTimes, low: float) -> float:
     lengths = problem.lengths[least.prefixes]
     prefix_sizes = least.prefixes + 1
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])

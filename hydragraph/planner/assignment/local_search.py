@@ -60,7 +60,7 @@ MANY = 4096
 LEAST_OF_MANY = 1e-4
 
 
-class Instance(NamedTuple):
+class AssignmentArrays(NamedTuple):
     """Sequences and pipelines as arrays."""
 
     cost: Floats
@@ -131,7 +131,7 @@ def no_state(pipelines: int) -> SearchState:
 
 
 @compiled
-def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, state: SearchState) -> None:
+def recount(placed: Ints, instance: AssignmentArrays, extra: Floats, changed: Bools, state: SearchState) -> None:
     """Recompute the state of the pipelines that changed.
 
     Args:
@@ -165,7 +165,7 @@ def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, sta
 
 
 @compiled
-def ends_of(placed: Ints, instance: Instance) -> Floats:
+def ends_of(placed: Ints, instance: AssignmentArrays) -> Floats:
     """Return each pipeline's end time [P], 0 for pipelines without work."""
     pipelines = len(instance.kind_of)
     state = no_state(pipelines)
@@ -174,7 +174,7 @@ def ends_of(placed: Ints, instance: Instance) -> Floats:
 
 
 @partial(compiled, shared=True)
-def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
+def longest_first(instance: AssignmentArrays, start: Ints, fullest: bool) -> Ints:
     """Return each sequence's pipeline (-1: none): longest first, each joins the pipeline that finishes it first.
 
     Args:
@@ -230,13 +230,13 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
 
 
 @compiled
-def quick_end(instance: Instance) -> float:
+def quick_end(instance: AssignmentArrays) -> float:
     placed = longest_first(instance, np.zeros(len(instance.kind_of), np.int64), False)
     return max(0.0, ends_of(placed, instance).max())
 
 
 @compiled
-def greedy(orders: Ints, instance: Instance) -> tuple[float, Ints]:
+def greedy(orders: Ints, instance: AssignmentArrays) -> tuple[float, Ints]:
     """Run Alg. 1 in several orders: assign each sequence to the pipeline where it least delays the latest end time.
 
     Args:
@@ -314,7 +314,7 @@ def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> floa
 
 @compiled
 def best_step(
-    p: int, horizon: float, placed: Ints, instance: Instance, extra: Floats, state: SearchState
+    p: int, horizon: float, placed: Ints, instance: AssignmentArrays, extra: Floats, state: SearchState
 ) -> tuple[float, int, int, int]:
     """Return the best step for pipeline p, which finishes last.
 
@@ -394,7 +394,7 @@ def best_step(
 
 
 @partial(compiled, shared=True)
-def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
+def descend(placed: Ints, instance: AssignmentArrays, extra: Floats) -> float:
     """Move or swap sequences of the last pipeline, in place, until no step helps; return the last end time."""
     pipelines = len(instance.kind_of)
     state = no_state(pipelines)
@@ -419,7 +419,7 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
 
 
 @partial(compiled, shared=True)
-def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: float, seed: int) -> float:
+def kick(placed: Ints, instance: AssignmentArrays, extra: Floats, kicks: int, enough: float, seed: int) -> float:
     """Run iterated local search in place: move a few sequences at random, `descend`, and undo both if this is worse."""
     np.random.seed(seed)
     pipelines = len(instance.kind_of)

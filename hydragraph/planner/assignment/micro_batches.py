@@ -33,8 +33,8 @@ from hydragraph.planner.assignment.local_search import (
     OVERHEAD,
     SINGLE,
     UTIL_LEN,
+    AssignmentArrays,
     Floats,
-    Instance,
     Ints,
     descend,
     kick,
@@ -90,11 +90,11 @@ def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> 
 
 
 @compiled
-def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> Instance:
+def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> AssignmentArrays:
     terms = np.zeros((1, COLUMNS))
     terms[0, MAX_LEN] = max_len
     terms[0, MODE] = SINGLE
-    return Instance(work.reshape(-1, 1), lengths, np.zeros(count, np.int64), terms)
+    return AssignmentArrays(work.reshape(-1, 1), lengths, np.zeros(count, np.int64), terms)
 
 
 @compiled

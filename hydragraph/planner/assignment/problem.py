@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.planner.assignment import local_search
-from hydragraph.planner.assignment.local_search import EQ3, FORMED, Floats, Instance, Ints
+from hydragraph.planner.assignment.local_search import EQ3, FORMED, AssignmentArrays, Floats, Ints
 from hydragraph.planner.quick_plan import too_long
 
 Bubble = Literal["longest", "constant"]
@@ -36,8 +36,8 @@ class AssignmentProblem:
     terms: Floats
 
     @property
-    def instance(self) -> Instance:
-        return Instance(self.cost, self.lengths, self.kind_of, self.terms)
+    def instance(self) -> AssignmentArrays:
+        return AssignmentArrays(self.cost, self.lengths, self.kind_of, self.terms)
 
     @property
     def hardest(self) -> list[tuple[float, list[int]]]:
@@ -53,7 +53,7 @@ class AssignmentProblem:
             of_pipeline[p].append(i)
         return tuple(map(tuple, of_pipeline))
 
-    def only(self, allowed: NDArray[np.bool_]) -> Instance:
+    def only(self, allowed: NDArray[np.bool_]) -> AssignmentArrays:
         """Return an instance that limits each sequence to its allowed kinds [n, K]."""
         return self.instance._replace(cost=np.where(allowed, self.cost, np.inf))
 

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.cost.compiled_replay import AHEAD, PARTS, Scratch, replay, scratch_of
+from hydragraph.cost.compiled_replay import AHEAD, PARTS, ReplayBuffers, replay, scratch_of
 from hydragraph.cost.stage_arrays import StageTerms, add_pairs, fill_row, pairs_of, table_at
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.assignment.local_search import LEAST_GAIN, NEAR, Floats, Ints, horizon_of
@@ -58,7 +58,7 @@ class Sequences(NamedTuple):
     terms: StageTerms
 
 
-class Draft(NamedTuple):
+class PartialAssignment(NamedTuple):
     """An assignment under construction.
 
     Attributes:
@@ -84,16 +84,16 @@ class Draft(NamedTuple):
     busy: Floats
     ends: Floats
     spent: Ints
-    scratch: Scratch
+    scratch: ReplayBuffers
     trial: Ints
 
 
 @compiled
-def plan_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequences) -> Draft:
+def plan_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequences) -> PartialAssignment:
     n = len(placed)
     pipelines = len(given.kind_of)
     stages = given.terms.seconds.shape[1]
-    plan = Draft(
+    plan = PartialAssignment(
         placed,
         batch,
         order,
@@ -121,7 +121,7 @@ def ends_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequence
 
 
 @compiled
-def recount(plan: Draft, given: Sequences, changed: Bools) -> None:
+def recount(plan: PartialAssignment, given: Sequences, changed: Bools) -> None:
     """Recompute changed pipelines from `placed`, `batch`, `order` and `counts`."""
     for p in range(len(changed)):
         if changed[p]:
@@ -155,7 +155,7 @@ def recount(plan: Draft, given: Sequences, changed: Bools) -> None:
 
 
 @compiled
-def end_with(p: int, order: Ints, count: int, plan: Draft, given: Sequences) -> float:
+def end_with(p: int, order: Ints, count: int, plan: PartialAssignment, given: Sequences) -> float:
     t = given.kind_of[p]
     stages = given.terms.stages[t]
     plan.spent[0] += 2 * stages * count + TRIAL
@@ -163,7 +163,7 @@ def end_with(p: int, order: Ints, count: int, plan: Draft, given: Sequences) -> 
 
 
 @compiled
-def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Draft, given: Sequences) -> bool:
+def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: PartialAssignment, given: Sequences) -> bool:
     """Fill trial row `at` with micro-batch m without sequence `less` and with `more`; return whether it fits.
 
     Args:
@@ -191,7 +191,7 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Draft, gi
 
 
 @compiled
-def without(i: int, p: int, plan: Draft, given: Sequences) -> int:
+def without(i: int, p: int, plan: PartialAssignment, given: Sequences) -> int:
     """Write pipeline p's order without sequence i to the first trial order; return its micro-batch count."""
     order = plan.trial[0]
     m = plan.batch[i]
@@ -210,7 +210,7 @@ def without(i: int, p: int, plan: Draft, given: Sequences) -> int:
 
 
 @compiled
-def try_places(i: int, q: int, order: Ints, count: int, best: float, plan: Draft, given: Sequences) -> bool:
+def try_places(i: int, q: int, order: Ints, count: int, best: float, plan: PartialAssignment, given: Sequences) -> bool:
     """Put sequence i into an existing or new micro-batch of pipeline q if q then ends before `best`.
 
     Args:
@@ -264,7 +264,7 @@ def closed(order: Ints, count: int, x: int) -> None:
 
 
 @compiled
-def free_number(plan: Draft) -> int:
+def free_number(plan: PartialAssignment) -> int:
     for m in range(len(plan.members)):
         if plan.members[m] == 0:
             return m
@@ -272,7 +272,7 @@ def free_number(plan: Draft) -> int:
 
 
 @compiled
-def relocate(i: int, q: int, m: int, x: int, plan: Draft) -> None:
+def relocate(i: int, q: int, m: int, x: int, plan: PartialAssignment) -> None:
     """Put sequence i into micro-batch m of pipeline q or, if m = -1, into a new micro-batch at position x.
 
     If the old micro-batch of i becomes empty, position x does not count it.
@@ -296,7 +296,7 @@ def relocate(i: int, q: int, m: int, x: int, plan: Draft) -> None:
 
 
 @compiled
-def try_orders(p: int, best: float, plan: Draft, given: Sequences) -> bool:
+def try_orders(p: int, best: float, plan: PartialAssignment, given: Sequences) -> bool:
     order = plan.order[p]
     for x in range(plan.counts[p] - 1):
         for y in range(x + 1, plan.counts[p]):
@@ -310,7 +310,7 @@ def try_orders(p: int, best: float, plan: Draft, given: Sequences) -> bool:
 
 
 @compiled
-def try_swaps(i: int, p: int, best: float, plan: Draft, given: Sequences) -> bool:
+def try_swaps(i: int, p: int, best: float, plan: PartialAssignment, given: Sequences) -> bool:
     n = len(plan.placed)
     own = plan.batch[i]
     order = plan.trial[0]
@@ -332,7 +332,7 @@ def try_swaps(i: int, p: int, best: float, plan: Draft, given: Sequences) -> boo
 
 
 @compiled
-def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
+def least_with(i: int, k: int, q: int, plan: PartialAssignment, given: Sequences) -> float:
     """Return a lower bound on the time of q's busiest stage, with sequence i added and k removed (-1: none)."""
     seconds = given.terms.seconds[given.kind_of[q]]
     reaches = given.terms.reaches
@@ -358,7 +358,7 @@ def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
 
 
 @compiled
-def try_leaving(i: int, p: int, best: float, horizon: float, plan: Draft, given: Sequences) -> bool:
+def try_leaving(i: int, p: int, best: float, horizon: float, plan: PartialAssignment, given: Sequences) -> bool:
     """Move sequence i of pipeline p to a pipeline that ends by `horizon`, if both pipelines then end before `best`."""
     count = without(i, p, plan, given)
     if end_with(p, plan.trial[0], count, plan, given) >= best:
@@ -376,7 +376,7 @@ def try_leaving(i: int, p: int, best: float, horizon: float, plan: Draft, given:
 
 
 @compiled
-def try_trades(i: int, p: int, best: float, horizon: float, plan: Draft, given: Sequences) -> bool:
+def try_trades(i: int, p: int, best: float, horizon: float, plan: PartialAssignment, given: Sequences) -> bool:
     n = len(plan.placed)
     own = plan.batch[i]
     mine = plan.trial[0]
@@ -405,7 +405,7 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: Draft, given: 
 
 
 @compiled
-def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int, changed: Bools) -> bool:
+def improve_once(p: int, gain: float, plan: PartialAssignment, given: Sequences, tasks: int, changed: Bools) -> bool:
     """Take the first step that helps pipeline p; mark changed pipelines."""
     best = plan.ends[p] * (1.0 - gain)
     if try_orders(p, best, plan, given):
@@ -436,7 +436,7 @@ def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int,
 
 
 @compiled
-def descend(plan: Draft, given: Sequences, tasks: int, enough: float) -> float:
+def descend(plan: PartialAssignment, given: Sequences, tasks: int, enough: float) -> float:
     """Improve `plan` until no step helps, `tasks` actions are simulated, or the last pipeline ends by `enough`."""
     changed = np.zeros(len(plan.ends), np.bool_)
     for gain in GAINS:
@@ -449,7 +449,7 @@ def descend(plan: Draft, given: Sequences, tasks: int, enough: float) -> float:
 
 
 @compiled
-def throw(plan: Draft, given: Sequences, changed: Bools) -> None:
+def throw(plan: PartialAssignment, given: Sequences, changed: Bools) -> None:
     """Move a random sequence, or swap two micro-batches; mark changed pipelines."""
     i = np.random.randint(len(plan.placed))
     p = plan.placed[i] if np.random.random() < 0.5 else np.random.randint(len(plan.ends))
@@ -520,12 +520,12 @@ def improve(
 
 
 @compiled
-def copied(plan: Draft) -> tuple[Ints, Ints, Ints, Ints]:
+def copied(plan: PartialAssignment) -> tuple[Ints, Ints, Ints, Ints]:
     return plan.placed.copy(), plan.batch.copy(), plan.order.copy(), plan.counts.copy()
 
 
 @compiled
-def restore(plan: Draft, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
+def restore(plan: PartialAssignment, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
     """Copy `kept` into the plan; the caller must then call `recount`."""
     plan.placed[:] = kept[0]
     plan.batch[:] = kept[1]

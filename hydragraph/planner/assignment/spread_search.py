@@ -13,14 +13,14 @@ import numpy as np
 
 from hydragraph.planner.assignment import local_search
 from hydragraph.planner.assignment.bounds import Relaxation, relax
-from hydragraph.planner.assignment.local_search import Floats, Instance, Ints
+from hydragraph.planner.assignment.local_search import AssignmentArrays, Floats, Ints
 from hydragraph.planner.assignment.problem import AssignmentProblem
 
 MANY = 1024
 
 
 @dataclass(frozen=True)
-class Effort:
+class SearchEffort:
     """Search effort; more effort never gives a worse result.
 
     Attributes:
@@ -67,7 +67,9 @@ def ends(problem: AssignmentProblem, placed: Ints) -> Floats:
     return np.asarray(local_search.ends_of(placed, problem.instance))
 
 
-def longest_first(problem: AssignmentProblem, instance: Instance | None = None, start: Ints | None = None) -> Ints:
+def longest_first(
+    problem: AssignmentProblem, instance: AssignmentArrays | None = None, start: Ints | None = None
+) -> Ints:
     first = np.zeros(len(problem.pipelines), np.int64) if start is None else start
     return np.asarray(local_search.longest_first(problem.instance if instance is None else instance, first, False))
 
@@ -75,7 +77,7 @@ def longest_first(problem: AssignmentProblem, instance: Instance | None = None, 
 def search(
     problem: AssignmentProblem,
     relaxed: Relaxation,
-    effort: Effort,
+    effort: SearchEffort,
     seed: int,
     *,
     first: Ints | None = None,
@@ -101,7 +103,7 @@ def search(
 
 
 def kicked(
-    problem: AssignmentProblem, placed: Ints, extra: Floats, relaxed: Relaxation, effort: Effort, seed: int
+    problem: AssignmentProblem, placed: Ints, extra: Floats, relaxed: Relaxation, effort: SearchEffort, seed: int
 ) -> Ints:
     improved = placed.copy()
     kicks = effort.kicks_for(len(problem.pipelines), len(problem.lengths))

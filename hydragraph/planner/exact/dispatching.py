@@ -20,7 +20,7 @@ from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
 from hydragraph.planner.assignment import local_search
 from hydragraph.planner.assignment.local_search import Floats, Ints
 from hydragraph.planner.assignment.problem import AssignmentProblem, Bubble, problem_of
-from hydragraph.planner.assignment.spread_search import Effort, bounded, longest_first, search, value
+from hydragraph.planner.assignment.spread_search import SearchEffort, bounded, longest_first, search, value
 
 Method = Literal["search", "greedy", "longest first", "exact"]
 
@@ -49,7 +49,7 @@ def dispatch(
     *,
     bubble: Bubble = "longest",
     method: Method = "search",
-    effort: Effort | None = None,
+    effort: SearchEffort | None = None,
     seed: int = 0,
 ) -> Dispatch:
     """Dispatch sequences to pipelines, minimizing the last pipeline's end time.
@@ -72,7 +72,7 @@ def dispatch(
     elif method == "greedy":
         placed = greedy(problem, 100, seed)
     elif method != "longest first":
-        placed = search(problem, relaxed, effort or Effort(), seed)
+        placed = search(problem, relaxed, effort or SearchEffort(), seed)
     return Dispatch(problem.shares(placed), value(problem, placed), relaxed.seconds)
 
 

@@ -16,7 +16,7 @@ from itertools import islice, product
 from typing import TypeVar
 
 from hydragraph.cost.costs import Costs
-from hydragraph.planner.generators.group_prices import DeviceSite, Prices, site_of
+from hydragraph.planner.generators.group_prices import DeviceSite, LayerPrices, site_of
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ def power(node: NodeDevices, split: Sequence[int], seconds: Mapping[int, float])
 
 
 def groupings(
-    costs: Costs, prices: Prices, nodes: Sequence[NodeDevices], *, split: bool = True, symmetric: bool = False
+    costs: Costs, prices: LayerPrices, nodes: Sequence[NodeDevices], *, split: bool = True, symmetric: bool = False
 ) -> list[tuple[Group, ...]]:
     """Return groupings of the devices: a degree per type of device, and the best splits of nodes with stragglers.
 

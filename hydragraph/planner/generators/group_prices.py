@@ -37,7 +37,7 @@ class DeviceSite(NamedTuple):
     cards: float
 
 
-class Prices:
+class LayerPrices:
     """Prices of layers for micro-batches of given lengths.
 
     Args:
@@ -127,9 +127,9 @@ class Prices:
         return {site_of(self.costs, ranks[0]): tuple(ranks) for ranks in nodes}
 
 
-class Market:
+class GroupPrices:
     def __init__(self, costs: Costs) -> None:
-        self.prices = cache(partial(Prices, healthy(costs)))
+        self.prices = cache(partial(LayerPrices, healthy(costs)))
 
 
 def healthy(costs: Costs) -> Costs:

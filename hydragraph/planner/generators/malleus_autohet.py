@@ -13,8 +13,8 @@ from hydragraph.cost.costs import Costs
 from hydragraph.planner.deadline import is_late
 from hydragraph.planner.exact.autohet_grouping import EntityKind, NothingHolds, most_power_by_scip
 from hydragraph.planner.generators.device_groups import Group, forms_of, groupings, nodes_of
-from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Market, Prices, free_bytes
-from hydragraph.planner.generators.pipelines_of_groups import Bench, Partition, numbers
+from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, GroupPrices, LayerPrices, free_bytes
+from hydragraph.planner.generators.pipelines_of_groups import Partition, PipelinePricing, numbers
 from hydragraph.planner.price_candidate import SearchCandidate
 
 # Maximum partitions to improve by exchanges, and to keep.
@@ -31,7 +31,7 @@ SIZES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
-class Way:
+class SearchMethod:
     """A search method.
 
     Attributes:
@@ -46,22 +46,22 @@ class Way:
     published: bool = False
 
 
-MIXED = Way("mixed", split=False, symmetric=False)
-STRAGGLER = Way("straggler", split=True, symmetric=True)
-PUBLISHED = Way("scip", split=False, symmetric=True, published=True)
-TOGETHER = Way("auto", split=True, symmetric=False)
+MIXED = SearchMethod("mixed", split=False, symmetric=False)
+STRAGGLER = SearchMethod("straggler", split=True, symmetric=True)
+PUBLISHED = SearchMethod("scip", split=False, symmetric=True, published=True)
+TOGETHER = SearchMethod("auto", split=True, symmetric=False)
 
 
 def search(
     costs: Costs,
     sequences: int,
     length: int,
-    way: Way,
+    way: SearchMethod,
     *,
     reach: int = 0,
     until: float | None = None,
     safety: float = SAFETY,
-    market: Market | None = None,
+    market: GroupPrices | None = None,
 ) -> list[SearchCandidate]:
     """Return candidates for equal sequences, the most promising first.
 
@@ -78,7 +78,7 @@ def search(
         return min(WITHIN * best, last)
 
     sizes, useful = sizes_of(costs, sequences, length)
-    market = market or Market(costs)
+    market = market or GroupPrices(costs)
     for together in sizes:
         before = best
         prices = market.prices((length,) * together, reach)
@@ -120,7 +120,7 @@ def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> b
     """
     nodes = nodes_of(costs)
     free = free_bytes(costs, sequences * length, safety)
-    prices = Prices(costs, [length])
+    prices = LayerPrices(costs, [length])
     for groups in groupings(costs, prices, nodes, split=False):
         bench = _bench(prices, groups, sequences, free)
         counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
@@ -130,7 +130,7 @@ def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> b
 
 
 def _partitions(
-    bench: Bench, counts: dict[int, int], worth: Callable[[], float] = lambda: math.inf
+    bench: PipelinePricing, counts: dict[int, int], worth: Callable[[], float] = lambda: math.inf
 ) -> Iterator[Partition]:
     fits = False
     for used, idle in _uses(bench, counts):
@@ -143,7 +143,7 @@ def _partitions(
         yield from _largest(bench, counts)
 
 
-def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int], tuple[int, ...]]]:
+def _uses(bench: PipelinePricing, counts: dict[int, int]) -> Iterator[tuple[dict[int, int], tuple[int, ...]]]:
     able = {i for i in counts if bench.holds(i)}
     if not able:
         return
@@ -160,7 +160,7 @@ def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int]
         yield used, idle
 
 
-def _strong(bench: Bench, counts: Mapping[int, int], able: Collection[int]) -> Iterator[frozenset[int]]:
+def _strong(bench: PipelinePricing, counts: Mapping[int, int], able: Collection[int]) -> Iterator[frozenset[int]]:
     power = {i: bench.speed[i] * counts[i] for i in able}
     of_a_device: dict[DeviceSite, float] = {}
     for i in able:
@@ -174,7 +174,7 @@ def _strong(bench: Bench, counts: Mapping[int, int], able: Collection[int]) -> I
         yield kept
 
 
-def _largest(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
+def _largest(bench: PipelinePricing, counts: dict[int, int]) -> Iterator[Partition]:
     every = [i for i in sorted(counts, key=lambda i: (-bench.memory[i], -bench.speed[i], i)) for _ in range(counts[i])]
     for stages in range(1, min(len(every), bench.layers) + 1):
         if not bench.holds(every[stages - 1]):
@@ -183,7 +183,7 @@ def _largest(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
         yield Partition(((pipeline, 1),), tuple(sorted(every[stages:])), bench.price({pipeline: 1}))
 
 
-def _published(bench: Bench, counts: dict[int, int], until: float | None) -> Iterator[Partition]:
+def _published(bench: PipelinePricing, counts: dict[int, int], until: float | None) -> Iterator[Partition]:
     forms = sorted(counts)
     kinds = [EntityKind(bench.speed[i], bench.memory[i], counts[i]) for i in forms]
     if min(kind.memory for kind in kinds) <= 0:
@@ -201,11 +201,13 @@ def _improved(candidate: SearchCandidate, until: float | None) -> SearchCandidat
     return replace(candidate, partition=candidate.bench.improved(dict(partition.pipelines), partition.idle, until))
 
 
-def _bench(prices: Prices, groups: Sequence[Group], micro_batches: int, free: Mapping[int, float]) -> Bench:
+def _bench(
+    prices: LayerPrices, groups: Sequence[Group], micro_batches: int, free: Mapping[int, float]
+) -> PipelinePricing:
     least = dict.fromkeys(forms_of(groups), math.inf)
     for group in groups:
         least[group.form] = min(least[group.form], *(free[rank] for rank in group.devices))
-    return Bench(prices, list(least), list(least.values()), micro_batches)
+    return PipelinePricing(prices, list(least), list(least.values()), micro_batches)
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:

@@ -28,7 +28,7 @@ from hydragraph.ir.schedules.schedule_kinds import in_flight
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.bisection import bisect
 from hydragraph.planner.generators.group_prices import state_bytes
-from hydragraph.planner.generators.pipelines_of_groups import Bench, Laid, Partition
+from hydragraph.planner.generators.pipelines_of_groups import Partition, PipelineLayout, PipelinePricing
 from hydragraph.planner.price_candidate import NEAR_LIMIT, SearchCandidate
 from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 
@@ -88,7 +88,7 @@ class Pool(NamedTuple):
 
 
 class _Row(NamedTuple):
-    laid: Laid
+    laid: PipelineLayout
     times: int
     stages: Stages
 
@@ -135,7 +135,7 @@ def _pool(costs: Costs, candidate: SearchCandidate, limits: Sequence[float]) -> 
     return Pool(bench.layers, state, whole, ends, pulled, room)
 
 
-def _row(bench: Bench, laid: Laid, times: int, limits: Sequence[float], count: int) -> _Row:
+def _row(bench: PipelinePricing, laid: PipelineLayout, times: int, limits: Sequence[float], count: int) -> _Row:
     stages = len(laid.order)
     shape = (stages, max(len(bench.options[i]) for i in laid.order))
     layer, extra, fixed, layer_bytes, gradients = (np.full(shape, math.inf) for _ in range(5))
@@ -175,7 +175,7 @@ def _share(pool: Pool, rows: Sequence[_Row], factor: float, needed: float) -> fl
     return max(0.0, (needed - pool.idle) / most) if most > 0 else 1.0
 
 
-def _quick(pool: Pool, bench: Bench, row: _Row, factor: float, share: float) -> Laid:
+def _quick(pool: Pool, bench: PipelinePricing, row: _Row, factor: float, share: float) -> PipelineLayout:
     bound = factor * row.laid.each_s
     most, layers, chosen = roomiest(pool, row.stages, bound, 0.0)
     low, high = 0.0, 1e3 / bound

@@ -49,7 +49,7 @@ _MB = 2**20
 
 
 @dataclass(frozen=True)
-class Staged:
+class MetisPlan:
     """A plan of Metis's search, converted to pipelines.
 
     Attributes:
@@ -63,16 +63,16 @@ class Staged:
 
 def staged(
     costs: Costs, sequences: int, length: int, order: Order = "memory", until: float | None = None
-) -> list[Staged]:
+) -> list[MetisPlan]:
     """Return plans for equal sequences on all running devices.
 
     Args:
         until: deadline at which the search returns its results so far, possibly none.
     """
     devices = TypedDevices(costs)
-    plans: dict[Strategy, Staged] = {}
+    plans: dict[Strategy, MetisPlan] = {}
     likely: set[Strategy] = set()  # plans with no more micro-batches in flight than the search assumed
-    laid: dict[object, Staged | None] = {}
+    laid: dict[object, MetisPlan | None] = {}
     for recompute in (False, True):
         if is_late(until):
             break
@@ -256,7 +256,7 @@ def pipelines_of(plan: StagePlan, ranks: list[int], recompute: bool = False) -> 
 
 def laid_out(
     costs: Costs, devices: TypedDevices, found: FoundPlan, length: int, recompute: bool, until: float | None = None
-) -> Staged | None:
+) -> MetisPlan | None:
     """Convert a search result to pipelines with assigned sequences and a time.
 
     Return None if stages cannot be shared or the simulation would exceed the deadline.
@@ -273,11 +273,11 @@ def laid_out(
     ]
     assignment = _assigned(found.problem.batch, together, seconds, length)
     if not strategy.shares:
-        return Staged(strategy, assignment, costs.pipelines_end(strategy, assignment))
+        return MetisPlan(strategy, assignment, costs.pipelines_end(strategy, assignment))
     steps = sum(count * len(p.stages) for count, p in zip(assignment.counts, pipelines, strict=True))
     if is_late(until, _STEP_S * steps):
         return None
-    return Staged(strategy, assignment, costs.simulate(strategy, assignment).seconds)
+    return MetisPlan(strategy, assignment, costs.simulate(strategy, assignment).seconds)
 
 
 def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) -> Assignment:

@@ -1,8 +1,8 @@
 """Assembly of tensor-parallel groups into pipelines: balanced partitions, improved by exchanges of groups.
 
-A pipeline is a multiset of forms (kinds of equal groups); `Bench.lay` orders the groups and divides the layers. The
-slowest group is the first stage (Malleus, theorem 3; AutoHet), which stores the most micro-batches. The order from most
-to least memory is also tried.
+A pipeline is a multiset of forms (kinds of equal groups); `PipelinePricing.lay` orders the groups and divides the
+layers. The slowest group is the first stage (Malleus, theorem 3; AutoHet), which stores the most micro-batches. The
+order from most to least memory is also tried.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hydragraph.planner.deadline import is_late
 from hydragraph.planner.generators.device_groups import GroupForm
-from hydragraph.planner.generators.group_prices import Prices
+from hydragraph.planner.generators.group_prices import LayerPrices
 from hydragraph.planner.generators.pipeline_shares import least_seconds
 from hydragraph.planner.generators.stage_layout import NUMBERS, awaited, most_layers, spread_over, timed
 from hydragraph.spec.pipeline import Pipeline, Stage
@@ -33,7 +33,7 @@ EXCHANGES = 1500
 
 
 @dataclass(frozen=True)
-class Laid:
+class PipelineLayout:
     """A multiset of groups laid out as a pipeline.
 
     Attributes:
@@ -56,7 +56,7 @@ class Laid:
     passing_s: NDArray[np.float64]
 
 
-NOTHING_FITS = Laid((), (), (), math.inf, 0.0, math.inf, 0.0, np.zeros(0), np.zeros(0))
+NOTHING_FITS = PipelineLayout((), (), (), math.inf, 0.0, math.inf, 0.0, np.zeros(0), np.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,16 @@ class Partition:
         return sum(n for _, n in self.pipelines)
 
 
-class Bench:
+class PipelinePricing:
     """Pricing of pipelines that consist of groups.
 
     Args:
         memory: for each form, the bytes that a rank's share of the state leaves free.
     """
 
-    def __init__(self, prices: Prices, forms: Sequence[GroupForm], memory: Sequence[float], micro_batches: int) -> None:
+    def __init__(
+        self, prices: LayerPrices, forms: Sequence[GroupForm], memory: Sequence[float], micro_batches: int
+    ) -> None:
         self.forms = tuple(forms)
         self.micro_batches = micro_batches
         self.layers = prices.layers
@@ -97,7 +99,7 @@ class Bench:
         slow_first = sorted(every, key=lambda i: (self.speed[i], -self.memory[i], i))
         large_first = sorted(every, key=lambda i: (-self.memory[i], self.speed[i], i))
         self._places = [{form: place for place, form in enumerate(order)} for order in (slow_first, large_first)]
-        self._laid: dict[tuple[Multiset, int], Laid] = {}
+        self._laid: dict[tuple[Multiset, int], PipelineLayout] = {}
 
     @property
     def least_bytes(self) -> float:
@@ -111,7 +113,7 @@ class Bench:
         most = (most_layers(o, self.memory[form], False, False, bytes_per_byte, 1, self.layers) for o in options)
         return max(most, default=0) > 0
 
-    def lay(self, multiset: Multiset, count: int) -> Laid:
+    def lay(self, multiset: Multiset, count: int) -> PipelineLayout:
         """Arrange a multiset of groups as a pipeline for about `count` micro-batches."""
         key = (multiset, min(count, 4 * len(multiset)))
         if key not in self._laid:
@@ -124,19 +126,19 @@ class Bench:
             self._laid[key] = min(able, key=lambda e: e.first_s + (count - 1) * e.each_s, default=NOTHING_FITS)
         return self._laid[key]
 
-    def _order(self, order: Multiset, count: int) -> Laid:
+    def _order(self, order: Multiset, count: int) -> PipelineLayout:
         if len(order) > self.layers:
             return NOTHING_FITS
         held_by_flight = self._prices.held_by_flight
         layers, chosen = spread_over(np.array(order), self.layers, count, self._numbers, self._rows, held_by_flight)
         return self.laid_as(order, layers, chosen) if len(layers) else NOTHING_FITS
 
-    def laid_as(self, order: Multiset, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> Laid:
+    def laid_as(self, order: Multiset, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> PipelineLayout:
         first, further, exposed, traffic, seconds, passing = timed(
             np.array(order), layers, chosen, self._numbers, self._rows
         )
         kinds = tuple(self.options[i][o].kind for i, o in zip(order, chosen.tolist(), strict=True))
-        return Laid(order, tuple(layers.tolist()), kinds, first, exposed, further, traffic, seconds, passing)
+        return PipelineLayout(order, tuple(layers.tolist()), kinds, first, exposed, further, traffic, seconds, passing)
 
     def passing(self, form: int, size: float) -> float:
         return size * float(self._rows[form, 2])
@@ -159,7 +161,7 @@ class Bench:
         return self.price_of({multiset: self.lay(multiset, count) for multiset in pipelines}, pipelines, worth)
 
     def price_of(
-        self, by_multiset: Mapping[Multiset, Laid], pipelines: Mapping[Multiset, int], worth: float = math.inf
+        self, by_multiset: Mapping[Multiset, PipelineLayout], pipelines: Mapping[Multiset, int], worth: float = math.inf
     ) -> float:
         laid = [by_multiset[multiset] for multiset in pipelines]
         if any(not layout.order for layout in laid):
@@ -173,7 +175,7 @@ class Bench:
         # Traffic overlaps computation.
         return max(seconds, max(layout.traffic_s for layout in laid))
 
-    def awaited(self, laid: Sequence[Laid]) -> list[float]:
+    def awaited(self, laid: Sequence[PipelineLayout]) -> list[float]:
         if len(laid) == 1:
             return [0.0]
         slowest = np.maximum.reduce([layout.passing_s for layout in laid])

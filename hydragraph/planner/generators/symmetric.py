@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hydragraph.cost.costs import Costs
 from hydragraph.ir.schedules.schedule_kinds import in_flight
 from hydragraph.planner.generators.device_groups import NodeDevices, nodes_of
-from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Market, Prices, free_bytes
+from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, GroupPrices, LayerPrices, free_bytes
 from hydragraph.planner.generators.pipeline_layers import spread
 from hydragraph.planner.generators.pipeline_shares import least_seconds
 from hydragraph.planner.generators.pipelines_of_groups import pipeline_of
@@ -31,7 +31,7 @@ KEPT = 4
 
 
 @dataclass(frozen=True)
-class Simple:
+class SymmetricPlan:
     """A simple plan.
 
     Attributes:
@@ -66,16 +66,16 @@ def simple(
     sizes: Sequence[int],
     reach: int = 0,
     safety: float = SAFETY,
-    market: Market | None = None,
+    market: GroupPrices | None = None,
     apart: bool = False,
-) -> list[Simple]:
+) -> list[SymmetricPlan]:
     """Return simple plans, the fastest first.
 
     Args:
         sizes: possible numbers of sequences per micro-batch.
         apart: also return plans that use only one node.
     """
-    market = market or Market(costs)
+    market = market or GroupPrices(costs)
     nodes = nodes_of(costs)
     sets = [nodes, *(((node,) for node in _strongest(nodes)) if apart and len(nodes) > 1 else ())]
     every: list[tuple[str, int, _Groups]] = []
@@ -105,7 +105,7 @@ def simple(
         kept[row] += 1
         if kept[row] <= KEPT:
             order = _order(len(groups.ranks), depth, by_stage)
-            plans.append(Simple(_strategy(groups, order, laid), together, laid.seconds))
+            plans.append(SymmetricPlan(_strategy(groups, order, laid), together, laid.seconds))
     return plans
 
 
@@ -116,7 +116,7 @@ def _strongest(nodes: Sequence[NodeDevices]) -> list[NodeDevices]:
     return list(by_site.values())
 
 
-def _quickest(prices: Prices, groups: _Groups, degree: int) -> _Groups:
+def _quickest(prices: LayerPrices, groups: _Groups, degree: int) -> _Groups:
     layer_s = [min((o.layer_s for o in prices.options(site, degree)), default=math.inf) for site in groups.sites]
     g = int(np.argmin(groups.rates * np.array(layer_s)))
     return _Groups(groups.ranks[g : g + 1], groups.sites[g : g + 1], groups.rates[g : g + 1], groups.free[g : g + 1])
@@ -149,7 +149,7 @@ def _groups(costs: Costs, nodes: Sequence[NodeDevices], degree: int, tokens: int
 
 
 def _priced(
-    prices: Prices, groups: _Groups, degree: int, micro_batches: int
+    prices: LayerPrices, groups: _Groups, degree: int, micro_batches: int
 ) -> Iterator[tuple[tuple[int, bool, bool], _Laid]]:
     """Yield (stages, whether ranks are ordered by stage, whether layers are divided by speed), and the layout."""
     count = len(groups.ranks)
@@ -179,7 +179,7 @@ class _Rows:
         numbers: Mapping[str, Floats],
         order: NDArray[np.int64],
         micro_batches: int,
-        prices: Prices,
+        prices: LayerPrices,
     ) -> None:
         width, depth = order.shape
         of = {name: array[:, order] for name, array in numbers.items()}
@@ -218,7 +218,7 @@ class _Rows:
         return _Laid(tuple(layers.tolist()), tuple(self._kinds[k] for k in chosen.tolist()), float(seconds))
 
 
-def _options(prices: Prices, groups: _Groups, degree: int) -> tuple[list[StageKind], dict[str, Floats]]:
+def _options(prices: LayerPrices, groups: _Groups, degree: int) -> tuple[list[StageKind], dict[str, Floats]]:
     sites = list(dict.fromkeys(groups.sites))
     by_site = [{o.kind: o for o in prices.options(site, degree)} for site in sites]
     common = set.intersection(*map(set, by_site))

@@ -36,7 +36,7 @@ _QUIET_S = 180.0  # maximum seconds between two steps
 
 
 @dataclass(frozen=True)
-class Strike:
+class InjectedFault:
     """One injected fault.
 
     Attributes:
@@ -50,7 +50,7 @@ class Strike:
 
 
 @dataclass(frozen=True)
-class Disturbed:
+class DisturbedRun:
     """Outcome of a run.
 
     Attributes:
@@ -60,7 +60,7 @@ class Disturbed:
     code: int
     metrics: tuple[Metrics, ...]
     events: tuple[RunEvent, ...] = ()
-    struck: tuple[Strike, ...] = ()
+    struck: tuple[InjectedFault, ...] = ()
     left: tuple[int, ...] = ()
     said: str = ""
     problems: tuple[str, ...] = ()
@@ -76,10 +76,10 @@ class Disturbed:
         last = f"; the output ends with:\n{self.said}" if self.said else "; the output is empty"
         return (self.hung or how) + last
 
-    def until(self, step: int) -> Disturbed:
+    def until(self, step: int) -> DisturbedRun:
         return replace(self, metrics=tuple(m for m in self.metrics if m.step <= step))
 
-    def difference(self, other: Disturbed) -> float:
+    def difference(self, other: DisturbedRun) -> float:
         """Return the largest relative difference between two runs' losses at a step; infinite if a step is missing."""
         mine = {m.step: m.loss for m in self.metrics}
         theirs = {m.step: m.loss for m in other.metrics}
@@ -92,7 +92,7 @@ ROUNDING = 1e-5  # relative difference of losses due to a different order of sum
 MARGIN = 10.0  # allowed difference, in multiples of the undisturbed runs' difference
 
 
-def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed | None) -> int | None:
+def departure(disturbed: DisturbedRun, undisturbed: DisturbedRun, control: DisturbedRun | None) -> int | None:
     """Return the first step at which the losses differ by more than rounding errors explain, or None.
 
     Training amplifies rounding errors. Therefore, the allowed difference at each step depends on `control`, an
@@ -124,12 +124,14 @@ def alone(config: TrainConfig, folder: Path) -> TrainConfig:
     )
 
 
-def draw(counts: Mapping[str, int], seed: int) -> list[Strike]:
+def draw(counts: Mapping[str, int], seed: int) -> list[InjectedFault]:
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     chance = random.Random(seed)
     chance.shuffle(kinds)
     at = sorted(chance.randint(2, 2 + STEPS_PER_STRIKE * len(kinds)) for _ in kinds)
-    return [Strike(kind, step, chance.random(), chance.uniform(0, 0.3)) for kind, step in zip(kinds, at, strict=True)]
+    return [
+        InjectedFault(kind, step, chance.random(), chance.uniform(0, 0.3)) for kind, step in zip(kinds, at, strict=True)
+    ]
 
 
 def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
@@ -167,11 +169,11 @@ def prepared(config: TrainConfig, folder: Path, strikes: int, preempted: int = 0
 
 def run(
     config: TrainConfig,
-    strikes: Sequence[Strike] = (),
+    strikes: Sequence[InjectedFault] = (),
     stepped: Callable[[int, int], None] = lambda step, hit: None,
     until: int | None = None,
     machines: int = 1,
-) -> Disturbed:
+) -> DisturbedRun:
     """Run training in separate processes, and inject the faults.
 
     Args:
@@ -198,11 +200,11 @@ def run(
     words = said.read_text(errors="replace").strip().splitlines()[-3:]
     events = tuple(read_events(folder.events))
     problems = tuple(victim.problems)
-    return Disturbed(code, metrics, events, tuple(striker.struck), left, "\n".join(words), problems, striker.hung)
+    return DisturbedRun(code, metrics, events, tuple(striker.struck), left, "\n".join(words), problems, striker.hung)
 
 
 @dataclass
-class Patience:
+class HangDetector:
     """Detects a run that hangs; allows more time for the first step."""
 
     moved: float
@@ -223,15 +225,15 @@ class Patience:
 @dataclass
 class _Striker:
     victim: Victim
-    coming: list[Strike]
+    coming: list[InjectedFault]
     until: int | None
-    struck: list[Strike] = field(default_factory=list)
+    struck: list[InjectedFault] = field(default_factory=list)
     hung: str = ""
 
     def follow(self, stepped: Callable[[int, int], None]) -> int:
         victim, step, asked = self.victim, 0, False
         looked = time.monotonic()
-        patience = Patience(looked)
+        patience = HangDetector(looked)
         while (code := victim.launcher.poll()) is None:
             now = victim.step()
             if now != step:
@@ -253,7 +255,7 @@ class _Striker:
             time.sleep(0.02)
         return code
 
-    def _strike(self, strike: Strike) -> bool:
+    def _strike(self, strike: InjectedFault) -> bool:
         least = least_ranks(strike.kind)
         if len(self.victim.ranks()) < least:
             return False  # try again later
@@ -274,7 +276,7 @@ def _still_there(pids: set[int]) -> tuple[int, ...]:
     return left
 
 
-def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, str]]:
+def rows(disturbed: DisturbedRun, undisturbed: DisturbedRun) -> Iterator[tuple[str, str]]:
     for kind in dict.fromkeys(strike.kind for strike in disturbed.struck):
         yield kind, f"{sum(strike.kind == kind for strike in disturbed.struck)} times"
     calm = account(undisturbed.metrics)

@@ -26,9 +26,9 @@ from hydragraph.train.stragglers.background_replanning import Replanned, Replann
 from hydragraph.train.stragglers.lateness import Lateness
 from hydragraph.train.stragglers.monitor import Monitor
 from hydragraph.train.stragglers.rate_estimator import NEEDED, Change
-from hydragraph.train.stragglers.reshard_policy import Following
+from hydragraph.train.stragglers.reshard_policy import ReshardPolicy
 from hydragraph.train.stragglers.run_events import RunEvent
-from hydragraph.train.stragglers.straggler_state import Slow
+from hydragraph.train.stragglers.straggler_state import SlowRank
 
 LAST = 8  # plan for this number of recent mini-batches
 GAIN = 0.05  # minimum fraction of the step time that a switch must save
@@ -78,7 +78,7 @@ class Controller:
     """
 
     def __init__(
-        self, monitor: Monitor | None, replanning: Replanning | None = None, following: Following | None = None
+        self, monitor: Monitor | None, replanning: Replanning | None = None, following: ReshardPolicy | None = None
     ) -> None:
         self.following = following
         self.monitor = monitor
@@ -130,12 +130,12 @@ class Controller:
         return Health() if self.monitor is None else self.monitor.health
 
     @property
-    def slow(self) -> Mapping[int, Slow]:
+    def slow(self) -> Mapping[int, SlowRank]:
         """Slow ranks, with learned rates if they delayed other ranks."""
         learned = {} if self._replanning is None else self._lateness.learned
         measured = {} if self.monitor is None else self.monitor.slow
         ranks = sorted({*measured, *learned})
-        return {rank: replace(measured.get(rank, Slow()), learned=learned.get(rank)) for rank in ranks}
+        return {rank: replace(measured.get(rank, SlowRank()), learned=learned.get(rank)) for rank in ranks}
 
     def correct(self) -> bool:
         """Correct the costs by measured block times, and request a plan; return False if the run never replans."""
@@ -146,7 +146,7 @@ class Controller:
         self._corrected = True
         return True
 
-    def _follow(self, following: Following, report: StepReport) -> tuple[RunEvent, ...]:
+    def _follow(self, following: ReshardPolicy, report: StepReport) -> tuple[RunEvent, ...]:
         running: tuple[Strategy, ...] = (report.chosen,)
         if self._replanning is not None:
             running += self._question.running

@@ -27,7 +27,7 @@ class ExpectedAndMeasured:
         return f"expected {self.expected_s:.3g} s per step, measured {self.measured_s:.3g} s ({difference})"
 
 
-class Expectation:
+class ExpectedTimes:
     """Compares median expected and measured step times once per plan; skips the slow first step of each strategy."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from hydragraph.runtime.instruction_trace import RankTimes
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
-from hydragraph.train.stragglers.straggler_state import Learned
+from hydragraph.train.stragglers.straggler_state import LearnedSlowdown
 
 AHEAD = 2.0
 MATTERS = 0.05  # minimum corrected lateness
@@ -36,14 +36,14 @@ class Lateness:
         switched: whether the running plan was made for the current rates.
     """
 
-    def __init__(self, switched: bool = False, learned: Mapping[int, Learned] | None = None) -> None:
+    def __init__(self, switched: bool = False, learned: Mapping[int, LearnedSlowdown] | None = None) -> None:
         self._learned = dict(learned or {})
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._late: deque[tuple[float, frozenset[int]]] = deque(maxlen=LOOK)
         self._seconds: deque[float] = deque(maxlen=LOOK)
         self._open = switched
         # Step time and rates before the tested correction.
-        self._before: tuple[float, dict[int, Learned]] | None = None
+        self._before: tuple[float, dict[int, LearnedSlowdown]] | None = None
         self._ended = False  # whether the last correction did not help
         self._rates = Health()
 
@@ -53,7 +53,7 @@ class Lateness:
         return late
 
     @property
-    def learned(self) -> Mapping[int, Learned]:
+    def learned(self) -> Mapping[int, LearnedSlowdown]:
         """Learned rates by rank, without a correction that is being tested."""
         return dict(self._learned if self._before is None else self._before[1])
 
@@ -105,7 +105,7 @@ class Lateness:
         self._before = now, dict(self._learned)
         for rank in who:
             rate = health.rate(rank)
-            self._learned[rank] = Learned(rate, (1 + AHEAD * beyond) * self._planned(rank, rate))
+            self._learned[rank] = LearnedSlowdown(rate, (1 + AHEAD * beyond) * self._planned(rank, rate))
 
     def _planned(self, rank: int, rate: float) -> float:
         learned = self._learned.get(rank)
@@ -123,11 +123,11 @@ class Lateness:
         self._seconds.clear()
 
 
-def _alike(health: Health, before: Health, learned: Mapping[int, Learned]) -> bool:
+def _alike(health: Health, before: Health, learned: Mapping[int, LearnedSlowdown]) -> bool:
     def same(rank: int) -> bool:
         then = before.rate(rank)
         now = health.rate(rank)
-        alternatives = (Learned(then, then), learned.get(rank, Learned(then, then)))
+        alternatives = (LearnedSlowdown(then, then), learned.get(rank, LearnedSlowdown(then, then)))
         return any(rates.goes_for(then) and rates.goes_for(now) for rates in alternatives)
 
     return set(health) == set(before) and all(map(same, health))

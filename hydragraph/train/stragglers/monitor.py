@@ -25,7 +25,7 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.rate_estimator import Change, Estimator, Kind, Sensitivity
-from hydragraph.train.stragglers.straggler_state import Slow
+from hydragraph.train.stragglers.straggler_state import SlowRank
 
 CROWDED = 4.0  # threshold for contention, in standard deviations; high, because contention comes in bursts
 
@@ -50,7 +50,7 @@ class Monitor:
     """
 
     def __init__(
-        self, costs: Costs, sensitivity: Sensitivity | None = None, slow: Mapping[int, Slow] | None = None
+        self, costs: Costs, sensitivity: Sensitivity | None = None, slow: Mapping[int, SlowRank] | None = None
     ) -> None:
         slow_ranks = (slow or {}).items()
         self._costs = costs.changed(health=Health())
@@ -72,10 +72,10 @@ class Monitor:
         return monitor
 
     @property
-    def slow(self) -> Mapping[int, Slow]:
+    def slow(self) -> Mapping[int, SlowRank]:
         device = self._device.rates
         core = self._core.rates
-        return {rank: Slow(device.get(rank, 1.0), core.get(rank, 1.0)) for rank in sorted({*device, *core})}
+        return {rank: SlowRank(device.get(rank, 1.0), core.get(rank, 1.0)) for rank in sorted({*device, *core})}
 
     @property
     def health(self) -> Health:

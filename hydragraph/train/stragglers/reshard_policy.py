@@ -58,7 +58,7 @@ def with_room(
 
 
 @dataclass(eq=False)
-class Following:
+class ReshardPolicy:
     """Decides which ranks own the state, and divides moves of the state into parts.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 SAME = 1.6  # rates count as equal if they differ by at most this factor
 
 
-class Learned(NamedTuple):
+class LearnedSlowdown(NamedTuple):
     """A rank's measured slowdown (`known`), and the slowdown that plans assume instead (`planned`)."""
 
     known: float
@@ -20,7 +20,7 @@ class Learned(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowRank:
     """A slow rank.
 
     Attributes:
@@ -31,7 +31,7 @@ class Slow:
 
     device: float = 1.0
     core: float = 1.0
-    learned: Learned | None = None
+    learned: LearnedSlowdown | None = None
 
     @property
     def rate(self) -> float:

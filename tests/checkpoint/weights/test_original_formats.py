@@ -13,7 +13,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hydragraph.checkpoint.weights.pretrained import Names
+from hydragraph.checkpoint.weights.pretrained import TensorNames
 from hydragraph.checkpoint.weights.safetensors_files import contents
 from hydragraph.engine.compiled_model import tensor_names
 from hydragraph.errors import Unsupported
@@ -58,9 +58,9 @@ def test_an_original_directory_gives_the_models_tensors_or_is_refused(family: st
             Unsupported,
             match=rf"\({REFUSED[family]}\) that is not supported; load the model with transformers",
         ):
-            Names.of(model, names).placed(contents(tmp_path))
+            TensorNames.of(model, names).placed(contents(tmp_path))
         return
-    placed = {names.get(name, name): whole for name, whole in Names.of(model, names).placed(contents(tmp_path))}
+    placed = {names.get(name, name): whole for name, whole in TensorNames.of(model, names).placed(contents(tmp_path))}
     own = dict(model.named_parameters())
     assert computed(model)
     assert (len(held) == len(own)) == (family in DENSE)

@@ -6,14 +6,14 @@ import pytest
 from torch import nn
 from transformers import BertForMaskedLM
 
-from hydragraph.checkpoint.weights.other_heads import Family
+from hydragraph.checkpoint.weights.other_heads import ModelFamily
 from tests.models import MODELS, bert
 
 POOLER, PAIRS = "bert.pooler.dense.weight", "cls.seq_relationship.bias"
 
 
 def test_heads_are_those_of_the_classes_beside_the_models() -> None:
-    family = Family.of(bert())
+    family = ModelFamily.of(bert())
     assert {"BertForMaskedLM", "BertForPreTraining", "BertModel"} <= {kind.__name__ for kind in family.kinds}
     names = frozenset({POOLER, PAIRS, "pooler.dense.bias", "qa_outputs.weight"})
     assert family.heads(names) == names
@@ -27,8 +27,8 @@ def test_a_class_of_ones_own_has_the_family_of_what_it_is_made_from() -> None:
         pass
 
     own = Own(bert().config)  # type: ignore[arg-type]
-    assert Family.of(own).heads(frozenset({POOLER})) == {POOLER}
-    assert Family.of(MODELS["llama"]()).heads(frozenset({"score.weight", POOLER})) == {"score.weight"}
+    assert ModelFamily.of(own).heads(frozenset({POOLER})) == {POOLER}
+    assert ModelFamily.of(MODELS["llama"]()).heads(frozenset({"score.weight", POOLER})) == {"score.weight"}
 
 
 def test_a_class_that_cannot_be_built_is_passed_over() -> None:
@@ -36,17 +36,17 @@ def test_a_class_that_cannot_be_built_is_passed_over() -> None:
         def __init__(self, config: object) -> None:
             raise ValueError("not with this config")
 
-    family = Family.of(bert())
-    assert Family((Never, *family.kinds), family.config).heads(frozenset({PAIRS})) == {PAIRS}
+    family = ModelFamily.of(bert())
+    assert ModelFamily((Never, *family.kinds), family.config).heads(frozenset({PAIRS})) == {PAIRS}
 
 
 def test_nothing_is_a_head_without_a_family() -> None:
-    assert not Family().heads(frozenset({POOLER}))
+    assert not ModelFamily().heads(frozenset({POOLER}))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_building_the_family_leaves_the_models_config_alone(kind: str) -> None:
     model = MODELS[kind]()
     before = model.config.to_dict()  # type: ignore[operator, union-attr]
-    Family.of(model).heads(frozenset({"none"}))
+    ModelFamily.of(model).heads(frozenset({"none"}))
     assert model.config.to_dict() == before  # type: ignore[operator, union-attr]

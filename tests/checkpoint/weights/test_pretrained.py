@@ -23,7 +23,7 @@ from transformers import BertForMaskedLM, BertForNextSentencePrediction, BertFor
 
 import hydragraph as hg
 from hydragraph.checkpoint.weights import pretrained
-from hydragraph.checkpoint.weights.pretrained import Names
+from hydragraph.checkpoint.weights.pretrained import TensorNames
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import join
 from hydragraph.engine.compiled_model import tensor_names
@@ -148,7 +148,7 @@ class Loaded:
     bytes: int
 
 
-Given = tuple[Path, Model, Names, dict[str, Tensor]]
+Given = tuple[Path, Model, TensorNames, dict[str, Tensor]]
 
 
 def load_all(given: list[Given]) -> list[Loaded]:
@@ -185,7 +185,7 @@ class ByRank(dict[tuple[str, str], list[Loaded]]):
     def given(self, kind: str, form: str) -> Given:
         saved = self.directories[kind, form]
         empty = meta(saved.model)
-        names = Names.of(empty, tensor_names(empty))
+        names = TensorNames.of(empty, tensor_names(empty))
         return saved.path, Model(tuple(program_of(kind).buckets)), names, initial_buffers(empty)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hydragraph.checkpoint.weights.pretrained_directory import Shell, fp32_keys
+from hydragraph.checkpoint.weights.pretrained_directory import MetaModel, fp32_keys
 from hydragraph.errors import Unsupported
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -41,7 +41,7 @@ def state_of(model: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head", "v_proj"])
 def test_merged_adapters_compute_what_was_trained(target: str, tmp_path: Path) -> None:
     model = adapted(target)
-    shell = Shell.of(model)
+    shell = MetaModel.of(model)
     assert shell is not None
     shell.write(state_of(model), tmp_path, merged=True)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -51,7 +51,7 @@ def test_merged_adapters_compute_what_was_trained(target: str, tmp_path: Path) -
 
 def test_what_peft_cannot_merge_is_refused() -> None:
     model = adapted("v_proj", lora_bias=True)
-    shell = Shell.of(model)
+    shell = MetaModel.of(model)
     assert shell is not None
     with pytest.raises(Unsupported, match="peft cannot merge these adapters"):
         shell.write(state_of(model), Path("/nowhere"), merged=True)
@@ -95,7 +95,7 @@ def test_every_tensor_is_written_in_the_dtype_that_transformers_loads(
     make: Any, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model = make()
-    shell = Shell.of(model)
+    shell = MetaModel.of(model)
     assert shell is not None
     state = state_of(model)
     shell.write(state, tmp_path, merged=False, dtype=dtype)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hydragraph.checkpoint.weights.pretrained import Names
-from hydragraph.checkpoint.weights.safetensors_files import Stored
-from hydragraph.checkpoint.weights.split_tensors import Whole, assemble
+from hydragraph.checkpoint.weights.pretrained import TensorNames
+from hydragraph.checkpoint.weights.safetensors_files import StoredTensor
+from hydragraph.checkpoint.weights.split_tensors import JoinedTensor, assemble
 from hydragraph.engine.compiled_model import tensor_names
 
 loading = pytest.importorskip("transformers.core_model_loading")
@@ -24,12 +24,12 @@ def converter(patterns: list[str], operations: list[Any], targets: int = 1) -> A
     return loading.WeightConverter(patterns, [f"whole{i}" for i in range(targets)], operations)
 
 
-def stored(tensors: dict[str, list[Tensor]]) -> dict[str, list[Stored]]:
+def stored(tensors: dict[str, list[Tensor]]) -> dict[str, list[StoredTensor]]:
     named = {p: [(f"{p}.{i}", t) for i, t in enumerate(several)] for p, several in tensors.items()}
-    return {p: [Stored(Path("file"), n, tuple(t.shape), "F32") for n, t in each] for p, each in named.items()}
+    return {p: [StoredTensor(Path("file"), n, tuple(t.shape), "F32") for n, t in each] for p, each in named.items()}
 
 
-def read(whole: Whole, tensors: dict[str, Tensor], offsets: list[int], box: Tensor) -> None:
+def read(whole: JoinedTensor, tensors: dict[str, Tensor], offsets: list[int], box: Tensor) -> None:
     for piece in whole.pieces:
         found = piece.within(offsets, box.shape)
         if found is not None:
@@ -64,7 +64,7 @@ def test_every_box_of_a_whole_is_what_the_operations_make(
 
 def test_a_scalar_is_read() -> None:
     box = torch.zeros(())
-    read(Whole.of(Stored(Path("file"), "one", (), "F32")), {"one": torch.tensor(3.0)}, [], box)
+    read(JoinedTensor.of(StoredTensor(Path("file"), "one", (), "F32")), {"one": torch.tensor(3.0)}, [], box)
     assert box == 3
 
 
@@ -114,9 +114,9 @@ def test_a_directory_of_chunks_gives_the_models_tensors(family: str, tmp_path: P
     model = transformers.AutoModelForMaskedLM.from_config(transformers.CONFIG_MAPPING[family](**sizes, vocab_size=101))
     model.save_pretrained(tmp_path)
     held = load_file(tmp_path / "model.safetensors")
-    files = {key: Stored(tmp_path / "model.safetensors", key, tuple(t.shape), "F32") for key, t in held.items()}
+    files = {key: StoredTensor(tmp_path / "model.safetensors", key, tuple(t.shape), "F32") for key, t in held.items()}
     own = dict(model.named_parameters())
-    placed = [each for each in Names.of(model, tensor_names(model)).placed(files) if each[0] in own]
+    placed = [each for each in TensorNames.of(model, tensor_names(model)).placed(files) if each[0] in own]
     assert len(placed) > len(held), "one stored tensor gives several"
     for name, whole in placed:
         box = torch.full(whole.shape, torch.nan)

@@ -9,18 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.cluster.failure.failure_detector import ENDED, Accusation, Judge, Seen, Stall
+from hydragraph.cluster.failure.failure_detector import ENDED, Accusation, FailureDetector, RankObservation, Stall
 from hydragraph.cluster.failure.heartbeat_board import RankProgress
 from hydragraph.cluster.failure.process_liveness import ProcessState
 
 RUNNING, STOPPED, GONE = ProcessState.RUNNING, ProcessState.STOPPED, ProcessState.ENDED
 
 
-def seen(state: ProcessState = RUNNING, moves: int = 0, *, waiting: bool = False, left: bool = False) -> Seen:
-    return Seen(state, RankProgress(moves, 0, None, "", waiting, left))
+def seen(
+    state: ProcessState = RUNNING, moves: int = 0, *, waiting: bool = False, left: bool = False
+) -> RankObservation:
+    return RankObservation(state, RankProgress(moves, 0, None, "", waiting, left))
 
 
-def looks(judge: Judge, ranks: Mapping[int, Seen], times: int, elapsed: float = 0.1) -> Accusation | None:
+def looks(
+    judge: FailureDetector, ranks: Mapping[int, RankObservation], times: int, elapsed: float = 0.1
+) -> Accusation | None:
     found = None
     for _ in range(times):
         found = judge.look(elapsed, ranks)
@@ -28,11 +32,11 @@ def looks(judge: Judge, ranks: Mapping[int, Seen], times: int, elapsed: float = 
 
 
 def test_a_process_that_ended_is_accused_unless_it_had_left() -> None:
-    judge = Judge()
+    judge = FailureDetector()
     assert looks(judge, {0: seen(), 1: seen(GONE), 2: seen(GONE, left=True)}, 4) is None
     assert judge.suspect(1.5) == Accusation(1, ENDED)
     assert looks(judge, {0: seen(), 1: seen(GONE)}, 2) == Accusation(1, ENDED)
-    left = Judge()
+    left = FailureDetector()
     assert looks(left, {0: seen(), 2: seen(GONE, left=True)}, 100) is None
     blamed = left.suspect(1.5)
     assert blamed is not None
@@ -40,7 +44,7 @@ def test_a_process_that_ended_is_accused_unless_it_had_left() -> None:
 
 
 def test_a_stopped_process_is_accused_after_its_time_and_a_pause_is_none() -> None:
-    judge = Judge(stopped_s=6.0)
+    judge = FailureDetector(stopped_s=6.0)
     one = {0: seen(), 1: seen(STOPPED)}
     assert looks(judge, one, 59) is None
     suspect = judge.suspect(1.5)
@@ -56,7 +60,7 @@ def test_a_stopped_process_is_accused_after_its_time_and_a_pause_is_none() -> No
 
 
 def test_a_process_that_computes_between_stops_is_slow_and_not_stopped() -> None:
-    judge = Judge(stopped_s=6.0)
+    judge = FailureDetector(stopped_s=6.0)
     for switches in range(100):  # it is seen stopped every time, and has computed a little each second
         assert looks(judge, {0: seen(), 1: replace(seen(STOPPED), switches=switches)}, 10) is None
     accused = looks(judge, {0: seen(), 1: replace(seen(STOPPED), switches=99)}, 60)
@@ -65,12 +69,12 @@ def test_a_process_that_computes_between_stops_is_slow_and_not_stopped() -> None
 
 
 def test_a_debuggers_stop_of_all_is_no_failure() -> None:
-    launcher = Judge()  # which is not stopped
+    launcher = FailureDetector()  # which is not stopped
     assert looks(launcher, {0: seen(STOPPED), 1: seen(STOPPED)}, 1000) is None
     assert looks(launcher, {0: seen(), 1: seen(STOPPED)}, 10) is None, "a debugger resumes them one after the other"
-    rank = Judge()  # which was stopped with the others: of its pause half a second counts
+    rank = FailureDetector()  # which was stopped with the others: of its pause half a second counts
     assert rank.look(30.0, {0: seen(), 1: seen(STOPPED)}) is None
-    elsewhere = Judge()
+    elsewhere = FailureDetector()
     assert [elsewhere.look(0.5, {3: seen(STOPPED)}, others_run=True) for _ in range(12)][-1] is not None
 
 
@@ -106,7 +110,7 @@ def test_ranks_that_wait_for_each_other_are_a_stall_too() -> None:
 
 @given(st.lists(st.lists(st.sampled_from([RUNNING, STOPPED]), min_size=3, max_size=3), max_size=60))
 def test_only_a_rank_that_was_stopped_all_the_time_is_accused(history: list[list[ProcessState]]) -> None:
-    judge, limit = Judge(stopped_s=2.0), 4  # looks of half a second
+    judge, limit = FailureDetector(stopped_s=2.0), 4  # looks of half a second
     for i, states in enumerate(history):
         accused = judge.look(0.5, {rank: seen(state) for rank, state in enumerate(states)})
         late = [

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from hydragraph.cluster.failure.fault_record import Fault, Ledger, announce_death, last_fault, root
+from hydragraph.cluster.failure.fault_record import Fault, FaultRecord, announce_death, last_fault, root
 
 
 def test_the_first_fault_stands() -> None:
@@ -19,7 +19,7 @@ def test_the_first_fault_stands() -> None:
     announce_death(store, 1, "killed later")
     assert json.loads(store.get("hydragraph/death")) == [2, "killed"]
     fault = Fault(2, 5, "push", "killed", "a-host", stalled=True, index=3)
-    ledger = Ledger(store, "hydragraph/test")
+    ledger = FaultRecord(store, "hydragraph/test")
     assert ledger.read() is None
     assert ledger.write(fault) == fault
     assert ledger.write(replace(fault, rank=1)) == fault

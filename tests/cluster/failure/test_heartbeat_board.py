@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from hydragraph.cluster.failure.heartbeat_board import Board, RankProgress
+from hydragraph.cluster.failure.heartbeat_board import HeartbeatBoard, RankProgress
 
 NOTHING = RankProgress(0, 0, None, "", waiting=False, left=False)
 
 
 def test_board_keeps_ranks_apart() -> None:
-    board = Board.make(3)
-    other = Board.open(board.address, 3)
+    board = HeartbeatBoard.make(3)
+    other = HeartbeatBoard.open(board.address, 3)
     assert other.read(1) == NOTHING
     board.place(1, 7, 0)
     assert other.read(1) == RankProgress(1, 7, 0, "", waiting=False, left=False)
@@ -41,11 +41,11 @@ def test_board_keeps_ranks_apart() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it has a name, in a private folder")
 def test_a_board_is_in_no_folder_and_ends_with_its_maker(tmp_path: Path) -> None:
-    board = Board.make(2)
+    board = HeartbeatBoard.make(2)
     assert "memfd" in os.readlink(board.address)
     board.close()
     with pytest.raises(OSError, match="No such file"):
-        Board.open(board.address, 2)
+        HeartbeatBoard.open(board.address, 2)
 
 
 def test_what_is_no_board_is_not_opened(tmp_path: Path) -> None:
@@ -54,4 +54,4 @@ def test_what_is_no_board_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (other, tmp_path / "pipe", tmp_path):
         with pytest.raises(OSError, match=r"not a progress board of this user|Is a directory"):
-            Board.open(str(path), 2)
+            HeartbeatBoard.open(str(path), 2)

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hydragraph.cluster.failure.fault_record import Fault, Ledger
-from hydragraph.cluster.failure.heartbeat_board import Board
-from hydragraph.cluster.failure.node_sentinel import IdleTime, Post, Sentinel
+from hydragraph.cluster.failure.fault_record import Fault, FaultRecord
+from hydragraph.cluster.failure.heartbeat_board import HeartbeatBoard
+from hydragraph.cluster.failure.node_sentinel import IdleTime, Sentinel, SentinelSettings
 from hydragraph.cluster.failure.process_liveness import WatchedProcess
-from hydragraph.cluster.failure.rank_registry import Roll, RollEntry
+from hydragraph.cluster.failure.rank_registry import RankEntry, RankRegistry
 from tests.thorough import thorough
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process does")
@@ -31,14 +31,14 @@ class Machine:
 
     rank: int
     process: subprocess.Popen[bytes]
-    board: Board
+    board: HeartbeatBoard
     sentinel: Sentinel
 
 
 @dataclass
 class World:
     store: Any
-    ledger: Ledger
+    ledger: FaultRecord
     machines: list[Machine]
 
     def fault(self, within_s: float) -> Fault | None:
@@ -59,13 +59,13 @@ def world() -> Iterator[World]:
     machines = []
     for rank in range(2):
         process = subprocess.Popen(["sleep", "600"])
-        roll = Roll(store, "ns", f"machine {rank}")
+        roll = RankRegistry(store, "ns", f"machine {rank}")
         board = roll.board(2)
         board.place(rank, 5, 3)
-        roll.enter(RollEntry(rank, f"host{rank}", WatchedProcess.of(process.pid)))
-        post = Post(store.host, store.port, "ns", roll.machine, board.address, 2)
+        roll.enter(RankEntry(rank, f"host{rank}", WatchedProcess.of(process.pid)))
+        post = SentinelSettings(store.host, store.port, "ns", roll.machine, board.address, 2)
         machines.append(Machine(rank, process, board, Sentinel(post)))
-    made = World(store, Ledger(store, "ns"), machines)
+    made = World(store, FaultRecord(store, "ns"), machines)
     end = time.monotonic() + 100
     while not all(map(made.speaks, machines)):
         assert time.monotonic() < end, "the sentinels have not started"
@@ -145,9 +145,9 @@ def test_a_sentinel_is_idle_once_no_rank_is_watched_for_three_seconds() -> None:
 @thorough
 def test_a_sentinel_whose_store_does_not_answer_ends_with_the_rank_that_started_it() -> None:
     rank = subprocess.Popen(["sleep", "600"])
-    board = Board.make(2)
+    board = HeartbeatBoard.make(2)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts without answering, as when the link is cut
-        post = Post("127.0.0.1", silent.getsockname()[1], "ns", "here", board.address, 2)
+        post = SentinelSettings("127.0.0.1", silent.getsockname()[1], "ns", "here", board.address, 2)
         arguments = [json.dumps(asdict(post)), json.dumps(asdict(WatchedProcess.of(rank.pid)))]
         sentinel = subprocess.Popen([sys.executable, "-m", "hydragraph.cluster.failure.node_sentinel", *arguments])
         try:
@@ -166,12 +166,12 @@ def test_a_sentinel_whose_store_does_not_answer_ends_with_the_rank_that_started_
 
 def test_a_sentinel_ends_once_a_fault_is_in_the_store() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    roll = Roll(store, "ns", "here")
+    roll = RankRegistry(store, "ns", "here")
     board = roll.board(2)
-    roll.enter(RollEntry(0, "host", WatchedProcess.own()))
-    post = Post(store.host, store.port, "ns", roll.machine, board.address, 2)
+    roll.enter(RankEntry(0, "host", WatchedProcess.own()))
+    post = SentinelSettings(store.host, store.port, "ns", roll.machine, board.address, 2)
     sentinel = Sentinel(post)
     assert sentinel._process is not None
-    Ledger(store, "ns").write(Fault(1, 0, "step", "lost"))  # this process lives on and has not left
+    FaultRecord(store, "ns").write(Fault(1, 0, "step", "lost"))  # this process lives on and has not left
     assert sentinel._process.wait(100) == 0
     board.close()

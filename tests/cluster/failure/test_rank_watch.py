@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.cluster.failure import rank_watch
-from hydragraph.cluster.failure.failure_detector import Judge
-from hydragraph.cluster.failure.rank_watch import Watch
+from hydragraph.cluster.failure.failure_detector import FailureDetector
+from hydragraph.cluster.failure.rank_watch import RankWatch
 from hydragraph.cluster.launch import join, launch
 from hydragraph.cluster.message_in_flight import Message
 from hydragraph.cluster.processes import launched_ranks
@@ -37,7 +37,7 @@ def describe(rank: int, index: int, step: int = 0) -> str:
     return f"{NAMES[index]} of {rank}"
 
 
-def run_step(groups: Groups, watch: Watch, hook: Callable[[int], None]) -> None:
+def run_step(groups: Groups, watch: RankWatch, hook: Callable[[int], None]) -> None:
     """The stand-in for the executor."""
     rank, ranks = groups.world.rank, groups.world.ranks
     inp, out = torch.ones(ranks * 1000), torch.empty(ranks * 1000)
@@ -85,7 +85,7 @@ def loop(victim: int, at: int, how: str, folder: Path, stopped_s: float) -> None
     """Three steps; in step 1 the victim misbehaves at an instruction. Survivors write what they saw."""
     world = join("cpu")
     watch = world.watch
-    watch._judge = Judge(stopped_s)
+    watch._judge = FailureDetector(stopped_s)
     groups = Groups(world, timedelta(seconds=120))
     began = 0.0
 
@@ -108,7 +108,7 @@ def loop(victim: int, at: int, how: str, folder: Path, stopped_s: float) -> None
         raise
 
 
-def again(watch: Watch) -> str:
+def again(watch: RankWatch) -> str:
     try:
         with watch.step(9):
             return "ran"
@@ -271,7 +271,7 @@ def test_healthy_steps_and_what_a_fault_leaves_alone() -> None:
 
 
 def test_alone_errors_are_ones_own() -> None:
-    watch = Watch(None, 0, 1)
+    watch = RankWatch(None, 0, 1)
     with watch.guarding(), watch.step(0):
         watch.at(3)
     with pytest.raises(RuntimeError, match=r"^plain$"), watch.step(1), watch.communicating():

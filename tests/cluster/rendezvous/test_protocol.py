@@ -12,7 +12,16 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from hydragraph.cluster.rendezvous.protocol import Generation, Orders, Record, Rules, Said, attend, awaited, decide
+from hydragraph.cluster.rendezvous.protocol import (
+    CoordinatorRegister,
+    CoordinatorState,
+    Generation,
+    MemberRegister,
+    RankLimits,
+    attend,
+    awaited,
+    decide,
+)
 from tests.thorough import thorough
 
 
@@ -20,7 +29,7 @@ from tests.thorough import thorough
 class Member:
     """A member: what it has said, the generation it works in (None: it waits), whether it lives."""
 
-    said: Said
+    said: MemberRegister
     at: int | None = None
     lives: bool = True
     asked: bool = False  # to leave
@@ -40,18 +49,18 @@ class World:
         silent: members whose register the store does not have, as it is new.
     """
 
-    orders: Orders
+    orders: CoordinatorRegister
     formed: tuple[tuple[int, tuple[int, ...]], ...]
     members: tuple[Member, ...]
     kills: int
     leaves: int
     losses: int = 0
-    shown: Orders = field(default_factory=Orders)
+    shown: CoordinatorRegister = field(default_factory=CoordinatorRegister)
     silent: frozenset[int] = frozenset()
 
     @property
-    def record(self) -> Record:
-        return Record(self.orders, dict(self.formed))
+    def record(self) -> CoordinatorState:
+        return CoordinatorState(self.orders, dict(self.formed))
 
     def put(self, member: int, changed: Member) -> World:
         members = (*self.members[:member], changed, *self.members[member + 1 :])
@@ -59,17 +68,17 @@ class World:
         return replace(self, members=members, silent=self.silent - {member} if said else self.silent)
 
 
-def events(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
+def events(world: World, rules: RankLimits) -> Iterator[tuple[str, World]]:
     """Yield everything that may happen next, by name; kills and requests to leave do not count as progress."""
     said = {m: member.said for m, member in enumerate(world.members) if member.lives}
-    known = said | {m: Said(ready=m < rules.size) for m in world.silent & said.keys()}
+    known = said | {m: MemberRegister(ready=m < rules.size) for m in world.silent & said.keys()}
     record = decide(world.record, known, rules)
     if world.shown != world.orders:
         yield "show", replace(world, shown=world.orders)
     elif record != world.record:
         yield "decide", replace(world, orders=record.orders, formed=tuple(sorted(record.formed.items())))
     if world.losses:
-        lost = replace(world, losses=world.losses - 1, shown=Orders(), silent=frozenset(said))
+        lost = replace(world, losses=world.losses - 1, shown=CoordinatorRegister(), silent=frozenset(said))
         yield "lose", lost
     for m in world.silent & said.keys():
         yield "repeat", replace(world, silent=world.silent - {m})
@@ -83,11 +92,11 @@ def events(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
             yield "end", world.put(m, replace(member, lives=False))  # as its supervisor sees to it
         elif member.at is None:
             if not member.said.ready and not member.said.after and not member.said.left:
-                yield "ready", world.put(m, replace(member, said=Said(ready=True)))
+                yield "ready", world.put(m, replace(member, said=MemberRegister(ready=True)))
             if member.said.left:
                 continue
             answer = attend(m, member.said, world.shown) if member.said.ready or member.said.after else None
-            if isinstance(answer, Said):
+            if isinstance(answer, MemberRegister):
                 yield "agree", world.put(m, replace(member, said=answer))
             elif isinstance(answer, Generation):
                 # Its state is moved when all have entered; here at once, as whoever fails before holds the older one.
@@ -99,11 +108,11 @@ def events(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
                 yield "come", world.put(m, replace(member, said=said_now, at=None))
 
 
-def answer_of(member: Member, generation: Generation) -> Said:
+def answer_of(member: Member, generation: Generation) -> MemberRegister:
     return replace(member.said, ready=False, leaving=False)
 
 
-def comes(world: World, m: int, formed: dict[int, tuple[int, ...]]) -> Iterator[Said]:
+def comes(world: World, m: int, formed: dict[int, tuple[int, ...]]) -> Iterator[MemberRegister]:
     """Yield what a working member may say when it leaves its generation, or no value if it has no reason to leave."""
     member = world.members[m]
     number = member.at
@@ -126,7 +135,7 @@ def comes(world: World, m: int, formed: dict[int, tuple[int, ...]]) -> Iterator[
             yield replace(come, accuses=(each,))
 
 
-def explore(first: World, rules: Rules) -> dict[World, list[World]]:
+def explore(first: World, rules: RankLimits) -> dict[World, list[World]]:
     """Return every world that can be reached, with the worlds that follow it by progress."""
     after: dict[World, list[World]] = {}
     waiting = [first]
@@ -168,10 +177,10 @@ def settled(world: World, size: int) -> bool:
 
 def prove(size: int, newcomers: int, kills: int, leaves: int = 0, losses: int = 0) -> int:
     """Explore a world; return how many states it has."""
-    ready = tuple(Member(Said(ready=True)) for _ in range(size))
-    late = tuple(Member(Said()) for _ in range(newcomers))
-    first = World(Orders(), ((0, ()),), (*ready, *late), kills, leaves, losses)
-    after = explore(first, Rules(size))
+    ready = tuple(Member(MemberRegister(ready=True)) for _ in range(size))
+    late = tuple(Member(MemberRegister()) for _ in range(newcomers))
+    first = World(CoordinatorRegister(), ((0, ()),), (*ready, *late), kills, leaves, losses)
+    after = explore(first, RankLimits(size))
     stuck = [world for world, following in after.items() if not following and not settled(world, size) and ends(world)]
     assert not stuck, stuck[0]
     # From everywhere, without anything more going wrong, a good end is reached.
@@ -197,13 +206,13 @@ def ends(world: World) -> bool:
 
 def test_while_nobody_has_begun_all_are_waited_for() -> None:
     """Process 1 of three was lost before there was any state: its replacement is waited for."""
-    rules = Rules(3)
-    met = Record(Orders(Generation(1, (0, 1, 2)), confirmed=1), {0: (), 1: (0, 1, 2)})
-    left = {m: Said(after=1, ready=True) for m in (0, 2)}
-    for record, said in ((Record(), {m: Said(ready=True) for m in (0, 2)}), (met, left)):
+    rules = RankLimits(3)
+    met = CoordinatorState(CoordinatorRegister(Generation(1, (0, 1, 2)), confirmed=1), {0: (), 1: (0, 1, 2)})
+    left = {m: MemberRegister(after=1, ready=True) for m in (0, 2)}
+    for record, said in ((CoordinatorState(), {m: MemberRegister(ready=True) for m in (0, 2)}), (met, left)):
         assert decide(record, said, rules, coming=1) == record
         assert decide(record, said, rules).orders.proposal.members == (0, 2)
-        whole = decide(record, {**said, 3: Said(ready=True)}, rules).orders.proposal
+        whole = decide(record, {**said, 3: MemberRegister(ready=True)}, rules).orders.proposal
         assert whole.members == (0, 2, 3)
         assert whole.before == (None, None, None)
     holding = {m: replace(each, holds=1) for m, each in left.items()}
@@ -241,13 +250,19 @@ def test_larger_worlds(world: tuple[int, int, int, int]) -> None:
 
 
 def test_who_is_waited_for_is_known() -> None:
-    working = Record(Orders(Generation(1, (0, 1, 2)), confirmed=1), {1: (0, 1, 2)})
-    train, back, new = Said(agreed=1, entered=1), Said(after=1, agreed=1, entered=1), Said(ready=True)
+    working = CoordinatorState(CoordinatorRegister(Generation(1, (0, 1, 2)), confirmed=1), {1: (0, 1, 2)})
+    train, back, new = (
+        MemberRegister(agreed=1, entered=1),
+        MemberRegister(after=1, agreed=1, entered=1),
+        MemberRegister(ready=True),
+    )
     assert awaited(working, {0: train, 1: train, 2: train, 3: new}) == ()  # none waits yet: all are called
     assert awaited(working, {0: back, 1: train, 2: back, 3: new}) == (1,)
     assert awaited(working, {0: back, 2: back, 3: new}) == ()  # lost members are not awaited
-    assert awaited(working, {0: train, 1: Said(agreed=1), 2: train}) == (1,)  # the others cannot connect to it
-    proposed = decide(working, {0: back, 1: back, 2: back}, Rules(3))
+    assert awaited(working, {0: train, 1: MemberRegister(agreed=1), 2: train}) == (
+        1,
+    )  # the others cannot connect to it
+    proposed = decide(working, {0: back, 1: back, 2: back}, RankLimits(3))
     assert proposed.orders.proposal.number == 2
     assert awaited(proposed, {0: replace(back, agreed=2), 1: back, 2: replace(back, agreed=2)}) == (1,)
     out = replace(proposed, orders=replace(proposed.orders, out=(1,)))

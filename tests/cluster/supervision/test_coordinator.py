@@ -21,20 +21,20 @@ from hydragraph.cluster.processes.rendezvous_stores import hosted
 from hydragraph.cluster.supervision import broken_links
 from hydragraph.cluster.supervision import coordinator as module
 from hydragraph.cluster.supervision.coordinator import (
-    Back,
+    AgentLinks,
+    DevicesAvailable,
     Ended,
-    Handed,
     Heartbeat,
-    Hub,
+    InheritedMembers,
     Kill,
     Leaving,
     Link,
-    Nodes,
-    Over,
-    Peers,
     ProbeAddress,
+    ProbedMachines,
+    RunMachines,
+    RunOver,
     Seated,
-    Unheard,
+    UnheardMachines,
     Welcome,
     nodes_of,
     reach,
@@ -69,28 +69,28 @@ def order(number: int) -> Start:
     return Start(number, Seat(number, 4, 1), late=False, grace_s=1.0, work=b"")
 
 
-def at(address: str) -> Nodes:
+def at(address: str) -> RunMachines:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as free:
-        return Nodes(0, 2, address, free.getsockname()[1])
+        return RunMachines(0, 2, address, free.getsockname()[1])
 
 
 @pytest.fixture
-def first() -> Nodes:
+def first() -> RunMachines:
     return at("127.0.0.1")
 
 
 @pytest.fixture
-def hub(first: Nodes) -> Iterator[Hub]:
-    hub = Hub(first)
+def hub(first: RunMachines) -> Iterator[AgentLinks]:
+    hub = AgentLinks(first)
     yield hub
-    hub.close(Over())
+    hub.close(RunOver())
 
 
 @given(st.integers(1, 6), st.integers(0, 20), st.integers(0, 9))
 def test_ranks_are_dealt_to_machines_in_order_and_evenly(count: int, more: int, spares: int) -> None:
     ranks = count + more
-    nodes = Nodes(0, count, "", 0, ranks=ranks)
+    nodes = RunMachines(0, count, "", 0, ranks=ranks)
     dealt = [nodes.of(seat, ranks) for seat in range(ranks)]
     assert dealt == sorted(dealt)
     each = [nodes.here(node, ranks) for node in range(count)]
@@ -105,7 +105,7 @@ def test_ranks_are_dealt_to_machines_in_order_and_evenly(count: int, more: int, 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(0, 20))
 def test_ranks_are_placed_in_proportion_to_devices_and_never_share_one(devices: list[int], fewer: int) -> None:
-    nodes = Nodes(0, len(devices), "", 0)
+    nodes = RunMachines(0, len(devices), "", 0)
     full = replace(nodes, fills=True).place(1, devices)
     assert [full.here(node, full.ranks) for node in range(nodes.count)] == devices
     assert full.of(full.ranks, full.ranks) == 0, "spares are placed as without devices"
@@ -120,7 +120,7 @@ def test_ranks_are_placed_in_proportion_to_devices_and_never_share_one(devices: 
 
 
 def test_ranks_are_placed_on_unequal_machines_or_refused() -> None:
-    nodes = Nodes(0, 3, "", 0)
+    nodes = RunMachines(0, 3, "", 0)
     each = lambda ranks: [nodes.place(ranks, (8, 4, 1)).here(node, ranks) for node in range(3)]  # noqa: E731
     assert each(13) == [8, 4, 1]
     assert each(6) == [3, 2, 1]
@@ -133,14 +133,14 @@ def test_ranks_are_placed_on_unequal_machines_or_refused() -> None:
     assert not shared.refusal(1, 1)
 
 
-def test_a_machine_that_returns_with_too_few_devices_is_refused(hub: Hub, first: Nodes) -> None:
+def test_a_machine_that_returns_with_too_few_devices_is_refused(hub: AgentLinks, first: RunMachines) -> None:
     other = replace(first, number=1, devices=4)
     link = reach(other)
     hub.gather(timedelta(seconds=PATIENCE_S))
     assert hub.place(4) == replace(first, ranks=4, placed=(1, 4))
     assert [hub.nodes.here(node, 4) for node in (0, 1)] == [1, 3]
     link.close("")
-    over = heard(reach(replace(other, devices=2)), Over)
+    over = heard(reach(replace(other, devices=2)), RunOver)
     assert over.here
     assert over.error.startswith("machine 1 has 2 devices, but its ranks need 3: ")
     hub.arrived()
@@ -150,14 +150,14 @@ def test_a_machine_that_returns_with_too_few_devices_is_refused(hub: Hub, first:
 
 def test_a_launcher_that_starts_several_processes_on_a_machine_starts_ranks() -> None:
     there = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5", "LOCAL_WORLD_SIZE": "1"}
-    assert nodes_of(there) == Nodes(1, 2, "a", 5)
-    assert nodes_of(there | {"TORCHELASTIC_USE_AGENT_STORE": "True"}) == Nodes(1, 2, "a", 5, shared=True)
+    assert nodes_of(there) == RunMachines(1, 2, "a", 5)
+    assert nodes_of(there | {"TORCHELASTIC_USE_AGENT_STORE": "True"}) == RunMachines(1, 2, "a", 5, shared=True)
     assert nodes_of(there | {"LOCAL_WORLD_SIZE": "2"}) is None
     assert nodes_of({"RANK": "1", "WORLD_SIZE": "2"}) is None
-    assert nodes_of({"RANK": "1", "WORLD_SIZE": "2"}, elected=True) == Nodes(1, 2, "", 0)
+    assert nodes_of({"RANK": "1", "WORLD_SIZE": "2"}, elected=True) == RunMachines(1, 2, "", 0)
 
 
-def test_a_process_is_started_ended_and_heard_of_on_another_machine(hub: Hub, first: Nodes) -> None:
+def test_a_process_is_started_ended_and_heard_of_on_another_machine(hub: AgentLinks, first: RunMachines) -> None:
     link = reach(replace(first, number=1))
     hub.gather(timedelta(seconds=PATIENCE_S))
     assert hub.arrived() == ()
@@ -171,7 +171,9 @@ def test_a_process_is_started_ended_and_heard_of_on_another_machine(hub: Hub, fi
     assert not member.process.is_alive()
 
 
-def test_processes_of_a_machine_whose_supervisor_ends_have_died_and_it_may_come_again(hub: Hub, first: Nodes) -> None:
+def test_processes_of_a_machine_whose_supervisor_ends_have_died_and_it_may_come_again(
+    hub: AgentLinks, first: RunMachines
+) -> None:
     link = reach(replace(first, number=1))
     until(lambda: hub.present(1))
     members = [hub.start(1, order(number)) for number in (2, 3)]
@@ -189,12 +191,12 @@ def test_processes_of_a_machine_whose_supervisor_ends_have_died_and_it_may_come_
     assert heard(back, Start).number == 4
 
 
-def test_a_second_supervisor_of_a_machine_takes_the_place_of_the_first(hub: Hub, first: Nodes) -> None:
+def test_a_second_supervisor_of_a_machine_takes_the_place_of_the_first(hub: AgentLinks, first: RunMachines) -> None:
     link = reach(replace(first, number=1))
     until(lambda: hub.present(1))
     member = hub.start(1, order(2))
     second = reach(replace(first, number=1))
-    assert "a second process was started" in heard(link, Over).error
+    assert "a second process was started" in heard(link, RunOver).error
     until(member.connection.poll)
     assert isinstance(outcome_of(member), Died)
     until(lambda: hub.present(1))
@@ -202,7 +204,7 @@ def test_a_second_supervisor_of_a_machine_takes_the_place_of_the_first(hub: Hub,
     assert heard(second, Start).number == 5
 
 
-def test_a_machine_that_is_taken_away_gets_no_new_ranks_but_keeps_its_own(hub: Hub, first: Nodes) -> None:
+def test_a_machine_that_is_taken_away_gets_no_new_ranks_but_keeps_its_own(hub: AgentLinks, first: RunMachines) -> None:
     link = reach(replace(first, number=1))
     until(lambda: hub.present(1))
     member = hub.start(1, order(2))
@@ -211,19 +213,19 @@ def test_a_machine_that_is_taken_away_gets_no_new_ranks_but_keeps_its_own(hub: H
     assert member.process.is_alive()
 
 
-def test_a_machine_whose_devices_are_back_is_one_that_has_come(hub: Hub, first: Nodes) -> None:
+def test_a_machine_whose_devices_are_back_is_one_that_has_come(hub: AgentLinks, first: RunMachines) -> None:
     link = reach(replace(first, number=1))
     until(lambda: hub.present(1))
     hub.gather(timedelta(seconds=PATIENCE_S))
     assert hub.arrived() == ()
-    link.send(Back())
+    link.send(DevicesAvailable())
     assert until(hub.arrived) == (1,)
 
 
 @only("pair1", "pair2")
 @pytest.mark.parametrize("pair", [(1, 2), (2, 1), (1, 3), (2, 3)])
 def test_the_processes_of_one_machine_end_if_it_and_another_do_not_reach_each_other(
-    hub: Hub, first: Nodes, pair: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    hub: AgentLinks, first: RunMachines, pair: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broken_links, "CUT_S", 0.3)
     monkeypatch.setattr(broken_links, "HEALED_S", 0.1)
@@ -232,10 +234,10 @@ def test_the_processes_of_one_machine_end_if_it_and_another_do_not_reach_each_ot
         link.send(ProbeAddress(("127.0.0.1", number)))
     until(lambda: all(map(hub.present, links)))
     members = {number: hub.start(number, order(number)) for number in links}
-    until(lambda: len(heard(links[1], Peers).addresses) == 3)
+    until(lambda: len(heard(links[1], ProbedMachines).addresses) == 3)
     hub.arrived()
     reporter, other = pair
-    links[reporter].send(Unheard((other,)))
+    links[reporter].send(UnheardMachines((other,)))
     dropped = max(pair)
 
     def looked() -> bool:
@@ -250,17 +252,17 @@ def test_the_processes_of_one_machine_end_if_it_and_another_do_not_reach_each_ot
     assert isinstance(died, Died)
     assert f"machine {dropped} is dropped: it and machine {min(pair)} cannot reach each other" in died.how
     assert all(members[number].process.is_alive() == (number != dropped) for number in links)
-    links[reporter].send(Unheard(()))
+    links[reporter].send(UnheardMachines(()))
     until(lambda: not looked())
     assert hub.arrived() == (dropped,)
 
 
-def test_members_of_an_earlier_leader_continue_if_their_machine_comes_in_time(first: Nodes) -> None:
+def test_members_of_an_earlier_leader_continue_if_their_machine_comes_in_time(first: RunMachines) -> None:
     server = hosted("127.0.0.1", 0)
     election = Election(StoreRegister.at(server.port), 0)
     until(lambda: election.leads)
-    handed = Handed((), {}, private_folder())
-    hub = Hub(replace(first, count=3, election=election, handed=handed), port=1234)
+    handed = InheritedMembers((), {}, private_folder())
+    hub = AgentLinks(replace(first, count=3, election=election, handed=handed), port=1234)
     in_time = reach(replace(hub.nodes, number=1), {5: Seated(1, late=True)})
     assert heard(in_time, Welcome) == Welcome(True, "127.0.0.1", 1234)
     crew, seats = hub.adopt([1, 2], patience_s=0.2)
@@ -276,7 +278,7 @@ def test_members_of_an_earlier_leader_continue_if_their_machine_comes_in_time(fi
     election.end()
 
 
-def test_whoever_does_not_know_the_key_is_sent_away(hub: Hub, first: Nodes) -> None:
+def test_whoever_does_not_know_the_key_is_sent_away(hub: AgentLinks, first: RunMachines) -> None:
     book = module._book(first)
     place = json.loads(book.get("leader"))
     book.set("leader", json.dumps(place | {"key": "another"}))
@@ -293,33 +295,33 @@ def test_an_end_that_says_nothing_is_given_up() -> None:
     there.close()
 
 
-def test_machines_that_never_come_are_named(hub: Hub) -> None:
+def test_machines_that_never_come_are_named(hub: AgentLinks) -> None:
     with pytest.raises(TimeoutError, match=r"machines \[1\] of 2 have not arrived"):
         hub.gather(timedelta(seconds=0.05))
 
 
 def test_a_machine_that_comes_while_the_run_ends_is_told(
-    hub: Hub, first: Nodes, monkeypatch: pytest.MonkeyPatch
+    hub: AgentLinks, first: RunMachines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = multiprocessing.connection.answer_challenge
 
     def answer_after_the_end(*arguments: Any) -> None:
         if not hub._closed:
-            hub.close(Over("a full disk"))
+            hub.close(RunOver("a full disk"))
         answer(*arguments)
 
     monkeypatch.setattr(module, "answer_challenge", answer_after_the_end)
     with socket.create_connection(("127.0.0.1", first.port)):
         link = reach(replace(first, number=1))
-    assert heard(link, Over) == Over("a full disk")
+    assert heard(link, RunOver) == RunOver("a full disk")
     until(lambda: link.hear(0.02) is None and link.down)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this host has no IPv6")
 def test_machines_that_have_only_ipv6_meet() -> None:
     nodes = at("::1")
-    hub = Hub(nodes)
+    hub = AgentLinks(nodes)
     link = reach(replace(nodes, number=1))
     until(lambda: hub.present(1))
     link.close("")
-    hub.close(Over())
+    hub.close(RunOver())

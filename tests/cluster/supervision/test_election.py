@@ -11,7 +11,7 @@ import pytest
 from hydragraph.cluster.processes.rendezvous_stores import hosted
 from hydragraph.cluster.supervision import election as module
 from hydragraph.cluster.supervision import leadership
-from hydragraph.cluster.supervision.election import Deposed, Election
+from hydragraph.cluster.supervision.election import Election, LeadershipLost
 from hydragraph.cluster.supervision.leadership import LeaseView
 from tests.registers import StoreRegister
 
@@ -66,12 +66,12 @@ def test_the_next_machine_leads_once_the_first_one_reaches_the_register_no_more(
     assert not second.standing.lease.place
     assert second.record == "the run"
     assert second.standing.lease.before == 5.0
-    with pytest.raises(Deposed, match="no longer leads: the register does not answer"):
+    with pytest.raises(LeadershipLost, match="no longer leads: the register does not answer"):
         first.check()
     registers[0].answers = True
-    with pytest.raises(Deposed, match="machine 0 could not renew its lease"):
+    with pytest.raises(LeadershipLost, match="machine 0 could not renew its lease"):
         first.write(record="another run")
-    with pytest.raises(Deposed):
+    with pytest.raises(LeadershipLost):
         first.check()
     until(lambda: first.standing.lease.term == 2)
     assert registers[1].read()[1] == "the run"

@@ -20,9 +20,9 @@ from hydragraph.cluster.launch import follow, starting
 from hydragraph.cluster.processes.rendezvous_stores import hosted
 from hydragraph.cluster.rendezvous.member import here
 from hydragraph.cluster.supervision import leadership
-from hydragraph.cluster.supervision.coordinator import Nodes
+from hydragraph.cluster.supervision.coordinator import RunMachines
 from hydragraph.cluster.supervision.election import Election
-from hydragraph.cluster.supervision.node_agent import Deputy
+from hydragraph.cluster.supervision.node_agent import NodeAgent
 from hydragraph.errors import RankFailure
 from tests.registers import StoreRegister
 from tests.thorough import first, thorough
@@ -35,7 +35,7 @@ Seen = tuple[tuple[Any, ...], int, int, int]
 def machine(number: int, port: int, kill: bool, devices: int, result: Path) -> None:
     """Run one of two machines with 3 ranks; the first one writes what each rank saw."""
     os.environ["SUPERVISOR"] = str(os.getpid())
-    nodes = Nodes(number, 2, "127.0.0.1", port, devices=devices, fills=not kill)
+    nodes = RunMachines(number, 2, "127.0.0.1", port, devices=devices, fills=not kill)
     if number:
         follow(nodes, SAID.append)
     else:
@@ -62,7 +62,7 @@ def elected(number: int, port: int, victim: int, result: Path) -> None:
     leadership.TTL_S = 2.5
     starting()  # before there are threads
     election = Election(StoreRegister.at(port), number)
-    leading = follow(Nodes(number, 3, "127.0.0.1", 0, election=election), SAID.append)
+    leading = follow(RunMachines(number, 3, "127.0.0.1", 0, election=election), SAID.append)
     if leading is not None:
         found = hg.launch(work_under_another, 3, elastic=hg.Elastic(rejoin=False), nodes=leading)
         result.write_bytes(pickle.dumps(found))
@@ -140,7 +140,7 @@ def test_a_first_machine_that_never_comes_is_named() -> None:
     with pytest.raises(
         ConnectionError, match=r"could not connect within 0.2 s to the first machine at .*start the same command again"
     ):
-        Deputy(starting(), Nodes(1, 2, "127.0.0.1", free()), said.append).run(arrival_s=0.2)
+        NodeAgent(starting(), RunMachines(1, 2, "127.0.0.1", free()), said.append).run(arrival_s=0.2)
     assert not said
 
 
@@ -157,7 +157,7 @@ def test_a_machine_that_reaches_neither_leader_nor_register_ends_with_the_remedy
         "no leading machine could be reached within 1 s: the register does not answer; then .*, with --resume, on all"
     )
     with pytest.raises(ConnectionError, match=again):
-        Deputy(starting(), Nodes(1, 2, "127.0.0.1", 0, election=election), print).run(back_s=1.0)
+        NodeAgent(starting(), RunMachines(1, 2, "127.0.0.1", 0, election=election), print).run(back_s=1.0)
     election._closed.set()
 
 
@@ -165,5 +165,5 @@ def test_a_machine_that_is_taken_away_before_the_first_one_comes_ends_at_once() 
     began = time.monotonic()
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
-    Deputy(starting(), Nodes(1, 2, "127.0.0.1", free()), print).run(arrival_s=LIMIT_S)
+    NodeAgent(starting(), RunMachines(1, 2, "127.0.0.1", free()), print).run(arrival_s=LIMIT_S)
     assert time.monotonic() - began < LIMIT_S

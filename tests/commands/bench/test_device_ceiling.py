@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hydragraph.commands.bench.device_ceiling import Ceilings, choose_device, measure_ceilings
+from hydragraph.commands.bench.device_ceiling import DeviceCeilings, choose_device, measure_ceilings
 
 
 def test_ceilings_of_this_machine() -> None:
@@ -16,7 +16,7 @@ def test_ceilings_of_this_machine() -> None:
 
 
 def test_a_known_device_is_measured_by_its_makers_number() -> None:
-    found = Ceilings("NVIDIA H200", torch.bfloat16, 4e12, 700e12, 989e12)
+    found = DeviceCeilings("NVIDIA H200", torch.bfloat16, 4e12, 700e12, 989e12)
     assert (found.peak_flops_per_s, found.peak_name) == (989e12, "nominal 989 TFLOP/s")
     assert str(found) == "NVIDIA H200: copy 4000 GB/s, bfloat16 products 700 TFLOP/s"
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hydragraph.commands.bench.kernel_bench import COLUMNS, KernelRow, bench_kernels, checked, kernel_targets
-from hydragraph.commands.bench.kernel_cases import CASES, Case, Sweep
+from hydragraph.commands.bench.kernel_cases import CASES, KernelCase, KernelSweep
 from hydragraph.errors import Unsupported
 
-SMALL = Sweep(torch.device("cpu"), torch.float32, full=False, compiled=False)
+SMALL = KernelSweep(torch.device("cpu"), torch.float32, full=False, compiled=False)
 
 
 def refuse() -> Tensor:
@@ -25,7 +25,7 @@ def broken() -> Tensor:
 
 def test_a_side_that_refuses_is_left_out_with_a_sentence() -> None:
     sides = {"eager": lambda: torch.ones(3), "flash": refuse, "compiled": broken, "ours": lambda: torch.ones(3)}
-    found, notes = checked(Case("k", "3", 1.0, "memory", sides))
+    found, notes = checked(KernelCase("k", "3", 1.0, "memory", sides))
     assert list(found) == ["eager", "ours"]
     assert notes == [
         "k: flash was not measured: here: no kernel; go elsewhere.",
@@ -36,9 +36,9 @@ def test_a_side_that_refuses_is_left_out_with_a_sentence() -> None:
 def test_a_side_that_is_wrong_ends_the_run() -> None:
     sides = {"eager": lambda: torch.ones(3), "ours": lambda: torch.tensor([1.0, 1.0, 1.1])}
     with pytest.raises(ValueError, match=r"k, 3: ours has a relative error of 5.8e-02 against eager"):
-        checked(Case("k", "3", 1.0, "memory", sides))
+        checked(KernelCase("k", "3", 1.0, "memory", sides))
     with pytest.raises(RuntimeError, match="no compiler"):
-        checked(Case("k", "3", 1.0, "memory", {"eager": lambda: torch.ones(3), "ours": broken}))
+        checked(KernelCase("k", "3", 1.0, "memory", {"eager": lambda: torch.ones(3), "ours": broken}))
 
 
 @pytest.mark.parametrize("name", CASES)

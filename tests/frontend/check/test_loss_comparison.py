@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hydragraph.frontend.check.loss_comparison import DOUBLE, SINGLE, Bound, GradientComparison, compare
+from hydragraph.frontend.check.loss_comparison import DOUBLE, SINGLE, ErrorBound, GradientComparison, compare
 
 WIDE = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0])}
 
@@ -19,7 +19,7 @@ def test_equal_tensors_differ_by_nothing() -> None:
 
 
 @pytest.mark.parametrize("bound", [SINGLE, DOUBLE])
-def test_the_ratio_is_the_error_over_the_bound_of_its_own_norm_and_of_all(bound: Bound) -> None:
+def test_the_ratio_is_the_error_over_the_bound_of_its_own_norm_and_of_all(bound: ErrorBound) -> None:
     error = 1e-3
     found = compare({**WIDE, "a": WIDE["a"] + torch.tensor([error, 0.0])}, WIDE, bound, (16,))
     assert found is not None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.frontend.compiled_folder.record_schema import Malformed, check_graphs
+from hydragraph.frontend.compiled_folder.record_schema import MalformedRecord, check_graphs
 from hydragraph.ir.graph_data import decode
 
 X: list[Any] = ["x", "placeholder", "x", [], {}, ["tensor", "float32", "cpu", ["s0", 4], [4, 1], 0]]
@@ -79,19 +79,19 @@ ATTACKS: dict[str, Any] = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_what_is_no_graph_is_refused(attack: str) -> None:
-    with pytest.raises(Malformed, match="graph"):
+    with pytest.raises(MalformedRecord, match="graph"):
         check_graphs(graph_of(X, C, ATTACKS[attack], OUT), 1, "graph")
 
 
 @pytest.mark.parametrize("hint", [0, 1, -1, True, 1.5, "8", None, 1 << 60])
 def test_a_size_of_the_trace_that_is_none_is_refused(hint: Any) -> None:
-    with pytest.raises(Malformed, match="hints: expected a whole number of at least 2"):
+    with pytest.raises(MalformedRecord, match="hints: expected a whole number of at least 2"):
         check_graphs({**graph_of(X, C, Y, OUT), "hints": [hint]}, 1, "graph")
 
 
 @pytest.mark.parametrize("nodes", [[], [X], [OUT, X], [X, OUT]])
 def test_a_graph_ends_in_one_output_of_its_own_nodes(nodes: list[Any]) -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedRecord):
         check_graphs(graph_of(*nodes), 1, "graph")
 
 
@@ -119,6 +119,6 @@ def test_whatever_stands_in_place_of_a_part_is_refused_or_builds(data: st.DataOb
     part[last] = data.draw(ANYTHING)
     try:
         checked = check_graphs(graph, 1, "graph")
-    except Malformed:
+    except MalformedRecord:
         return
     decode(checked)

@@ -12,7 +12,7 @@ import torch
 import hydragraph as hg
 from hydragraph.frontend.compiled_folder.manifest import NAME, read_manifest
 from hydragraph.frontend.compiled_folder.model_record import model_record
-from hydragraph.frontend.compiled_folder.record_schema import Malformed
+from hydragraph.frontend.compiled_folder.record_schema import MalformedRecord
 from hydragraph.frontend.compiled_folder.save import NamedVariant, json_text, named_variants, save
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.variants import Variants
@@ -64,7 +64,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     graph.output((graph.call_function(torch.ops.aten.bernoulli.default, (x,)),))
     module = torch.fx.GraphModule({}, graph)
     variant = Variant(module, module, (), 1, (), (), {}, ())
-    with pytest.raises(Malformed, match=r"aten::bernoulli\.default is not allowed in a compiled folder"):
+    with pytest.raises(MalformedRecord, match=r"aten::bernoulli\.default is not allowed in a compiled folder"):
         save(tmp_path, program, [NamedVariant("bad", ("0" * 64,), ("embed",), "tp1", variant)], model_record(model))
     assert not (tmp_path / NAME).exists()
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from hydragraph.ir.program_outline import Mode
-from hydragraph.ir.schedules.schedule import RETURNING, Place, Schedule, Shape, Work
+from hydragraph.ir.schedules.schedule import RETURNING, Place, Schedule, ScheduleShape, Work
 
 _WORKS: dict[Mode, list[set[Work]]] = {
     "train": [{Work.FORWARD, Work.BACKWARD}, {Work.FORWARD, Work.INPUT_GRADIENT, Work.WEIGHT_GRADIENT}],
@@ -16,7 +16,7 @@ _WORKS: dict[Mode, list[set[Work]]] = {
 }
 
 
-def check(schedule: Schedule, shape: Shape, mode: Mode = "train") -> None:
+def check(schedule: Schedule, shape: ScheduleShape, mode: Mode = "train") -> None:
     """Assert that stages run all micro-batches in ascending and matching order, and that no stage waits forever."""
     order: defaultdict[tuple[int, Place], defaultdict[Work, list[int]]] = defaultdict(lambda: defaultdict(list))
     messages: defaultdict[tuple[Place, bool], list[tuple[int, int]]] = defaultdict(list)
@@ -48,17 +48,17 @@ def returning_rows(draw: st.DrawFn) -> tuple[int, ...]:
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> Shape:
+def shapes(draw: st.DrawFn) -> ScheduleShape:
     """Draw a pipeline with interleaved stages, or pipelines that share one: of different depths and counts."""
     if draw(st.booleans()):
-        return Shape((draw(st.integers(1, 9)),), (draw(returning_rows()),))
+        return ScheduleShape((draw(st.integers(1, 9)),), (draw(returning_rows()),))
     counts = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     depths = [draw(st.integers(1 if len(counts) == 1 else 2, 4)) for _ in counts]
     # Stages in the order of their layers: stages that are not shared come next to those of other pipelines.
     side = draw(st.sampled_from(["first", "last"]))
     own = [depth - 1 if len(counts) > 1 else depth for depth in depths]
     if len(counts) == 1:
-        return Shape.alone(depths[0], counts[0])
+        return ScheduleShape.alone(depths[0], counts[0])
     shared = 0 if side == "first" else sum(own)
     first = 1 if side == "first" else 0
     chains = []
@@ -66,4 +66,4 @@ def shapes(draw: st.DrawFn) -> Shape:
         stages = range(first, first + mine)
         chains.append((shared, *stages) if side == "first" else (*stages, shared))
         first += mine
-    return Shape(tuple(counts), tuple(chains))
+    return ScheduleShape(tuple(counts), tuple(chains))

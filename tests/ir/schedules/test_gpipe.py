@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 
 from hydragraph.ir.schedules.gpipe import gpipe
-from hydragraph.ir.schedules.schedule import Shape, Work
+from hydragraph.ir.schedules.schedule import ScheduleShape, Work
 from tests.ir.schedules.examples import shapes
 
 
 @given(shapes())
-def test_all_forwards_then_all_backwards(shape: Shape) -> None:
+def test_all_forwards_then_all_backwards(shape: ScheduleShape) -> None:
     schedule = gpipe(shape)
     for stage, row in enumerate(schedule.actions):
         total = shape.totals[stage]

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.ir.schedules import schedule as schedule_module
-from hydragraph.ir.schedules.schedule import WORKS, Schedule, Shape, Work
+from hydragraph.ir.schedules.schedule import WORKS, Schedule, ScheduleShape, Work
 from hydragraph.ir.schedules.schedule_kinds import KINDS, schedule_of
 from tests.ir.schedules.examples import check, shapes
 
-ONE = Shape.alone(2, 3)
+ONE = ScheduleShape.alone(2, 3)
 GRID = """\
 schedule 1f1b
 stage 0  F0 F1 .  B0 F2 B1 .  B2
@@ -31,12 +31,12 @@ stage 1  .  F0 I0 F1 I1 W0 F2 I2 W1 W2"""
 def test_the_grid_of_a_schedule() -> None:
     assert str(schedule_of("1f1b", ONE)) == GRID
     assert Schedule.parse(GRID) == schedule_of("1f1b", ONE)
-    shared = schedule_of("1f1b", Shape((1, 2), ((0, 2), (1, 2))))
+    shared = schedule_of("1f1b", ScheduleShape((1, 2), ((0, 2), (1, 2))))
     assert str(shared).splitlines()[1:] == SHARED
 
 
 def test_interleaved_stages_are_one_row() -> None:
-    shape = Shape((2,), ((0, 1, 0, 1),))
+    shape = ScheduleShape((2,), ((0, 1, 0, 1),))
     schedule = schedule_of("1f1b", shape)
     rows = [
         "stage 0  F0   F1   F0:1 F1:1 .    B0:1 .    B1:1 B0   B1",
@@ -47,7 +47,7 @@ def test_interleaved_stages_are_one_row() -> None:
 
 
 @given(st.sampled_from(sorted(KINDS)), shapes(), st.sampled_from(["train", "evaluate"]))
-def test_every_schedule_passes_its_check_and_parses_back(kind: str, shape: Shape, mode: str) -> None:
+def test_every_schedule_passes_its_check_and_parses_back(kind: str, shape: ScheduleShape, mode: str) -> None:
     schedule = schedule_of(kind, shape, mode)  # type: ignore[arg-type]
     check(schedule, shape, mode)  # type: ignore[arg-type]
     assert Schedule.parse(str(schedule)) == schedule
@@ -76,13 +76,13 @@ def test_halves_of_backwards() -> None:
 def test_the_check_of_schedules_finds_faults(rows: list[str]) -> None:
     text = "\n".join(["schedule mine", *(f"stage {s}  {row}" for s, row in enumerate(rows))])
     with pytest.raises(AssertionError):
-        check(Schedule.parse(text), Shape.alone(2, 2))
+        check(Schedule.parse(text), ScheduleShape.alone(2, 2))
 
 
 def test_the_check_of_schedules_finds_messages_in_different_orders() -> None:
     text = "schedule mine\nstage 0  F0 F1.1 B0 B1.1\nstage 1  F1.1 F0 B0 B1.1"
     with pytest.raises(AssertionError):
-        check(Schedule.parse(text), Shape((1, 1), ((0, 1), (0, 1))))
+        check(Schedule.parse(text), ScheduleShape((1, 1), ((0, 1), (0, 1))))
 
 
 def test_a_deadlocked_grid_still_prints_all_its_cells() -> None:
@@ -108,7 +108,7 @@ def test_what_cannot_be_read_is_named(text: str, message: str) -> None:
 def test_a_table_holds_the_actions_and_skips_to_smaller_micro_batches(
     kind: str, stages: int, count: int, data: st.DataObject
 ) -> None:
-    schedule = schedule_of(kind, Shape.alone(stages, count))
+    schedule = schedule_of(kind, ScheduleShape.alone(stages, count))
     table = schedule.table(range(len(schedule.actions)))
     fewer = data.draw(st.integers(1, count))
     for s, row in enumerate(schedule.actions):

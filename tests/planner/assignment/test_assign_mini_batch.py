@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import hydragraph as hg
 from hydragraph import planner
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.cost.reach import Reach
+from hydragraph.cost.reach import AttentionReach
 from hydragraph.cost.stage_arrays import stage_terms
 from hydragraph.planner.assignment.assign_mini_batch import (
     PlannedAssignment,
@@ -24,7 +24,7 @@ from hydragraph.planner.assignment.assign_mini_batch import (
     formed_room,
 )
 from hydragraph.planner.assignment.problem import problem_of
-from hydragraph.planner.assignment.spread_search import Effort
+from hydragraph.planner.assignment.spread_search import SearchEffort
 from tests.cost import priced
 from tests.planner.every_assignment import exact_assignment
 from tests.planner.exact.test_packing import partitions
@@ -77,7 +77,11 @@ def test_promises_hold_of_interleaved_stages(text: str) -> None:
 def test_promises_hold_of_windows_and_chunks(
     kinds: tuple[PipelineCost, ...], sizes: list[int], window: int, chunk: int
 ) -> None:
-    nears = [((Reach(window), 1e-6),), ((Reach(window), 1e-7), (Reach(chunk=chunk), 1e-6)), ()]
+    nears = [
+        ((AttentionReach(window), 1e-6),),
+        ((AttentionReach(window), 1e-7), (AttentionReach(chunk=chunk), 1e-6)),
+        (),
+    ]
     windowed = tuple(replace(kind, near=nears[i % 3]) for i, kind in enumerate(kinds))
     found = assign_pipelines(windowed, sizes)
     check(windowed, sizes, found)
@@ -94,7 +98,7 @@ def test_promises_hold_of_windows_and_chunks(
 def test_a_long_sequence_with_a_window_leaves_room_for_others() -> None:
     """With l^2, the long sequence fills a pipeline alone; with a window, its tokens count as those of short ones."""
     whole = PipelineCost(1e-9, 1e-6, 1e-4, 1, 32_768, 1, 1)
-    windowed = replace(whole, a=0.0, near=((Reach(1024), 1e-9),))
+    windowed = replace(whole, a=0.0, near=((AttentionReach(1024), 1e-9),))
     sizes = [32_768, *[2048] * 48]
     shares = []
     for kind in (whole, windowed):
@@ -157,7 +161,14 @@ def test_the_best_of_all_is_that_of_trying_everything(kinds: tuple[PipelineCost,
 @given(uneven(pipelines()), st.lists(st.integers(1, 2000), max_size=20), st.integers(0, 2))
 @settings(max_examples=max(8, settings.default.max_examples // 40))
 def test_more_effort_is_never_worse(kinds: tuple[PipelineCost, ...], sizes: list[int], seed: int) -> None:
-    efforts = [Effort(0, 1.0), Effort(0, 1e-3), Effort(3, 1e-3), Effort(10, 1e-3), Effort(10, 0.0), Effort(40, 0.0)]
+    efforts = [
+        SearchEffort(0, 1.0),
+        SearchEffort(0, 1e-3),
+        SearchEffort(3, 1e-3),
+        SearchEffort(10, 1e-3),
+        SearchEffort(10, 0.0),
+        SearchEffort(40, 0.0),
+    ]
     found = [assign_pipelines(kinds, sizes, effort=effort, seed=seed).seconds for effort in efforts]
     start = bounded_pipelines(kinds, sizes)
     if start.given.terms.faithful.all():

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.planner.assignment import local_search
-from hydragraph.planner.assignment.local_search import Instance
+from hydragraph.planner.assignment.local_search import AssignmentArrays
 from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 from tests.planner.examples import pipelines
 from tests.uncompiled import uncompiled
 
 
-def equal_pipelines(work: list[float], count: int) -> Instance:
+def equal_pipelines(work: list[float], count: int) -> AssignmentArrays:
     """Return sequences of this work, and pipelines without a bubble that take anything."""
     terms = np.zeros((1, local_search.COLUMNS))
     terms[0, local_search.MODE] = local_search.EQ3
-    return Instance(np.array(work).reshape(-1, 1), np.array(work), np.zeros(count, np.int64), terms)
+    return AssignmentArrays(np.array(work).reshape(-1, 1), np.array(work), np.zeros(count, np.int64), terms)
 
 
 def test_the_example_of_the_module() -> None:

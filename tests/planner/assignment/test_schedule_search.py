@@ -8,14 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.planner.assignment.assign_mini_batch import Bounded, MicroBatchCut, bounded_pipelines, enveloped
+from hydragraph.planner.assignment.assign_mini_batch import (
+    BoundedMiniBatch,
+    MicroBatchCut,
+    bounded_pipelines,
+    enveloped,
+)
 from hydragraph.planner.assignment.schedule_search import ends_of, improve
 from tests.planner.examples import pipelines, uneven
 
 SIZES = st.lists(st.integers(1, 2000), min_size=1, max_size=25)
 
 
-def run(start: Bounded, cut: MicroBatchCut, kicks: int, tasks: int, seed: int = 0) -> tuple[float, list[np.ndarray]]:
+def run(
+    start: BoundedMiniBatch, cut: MicroBatchCut, kicks: int, tasks: int, seed: int = 0
+) -> tuple[float, list[np.ndarray]]:
     arrays = [cut.placed.copy(), cut.batch.copy(), cut.order.copy(), cut.count.copy()]
     return float(improve(*arrays, start.given, kicks, tasks, 0.0, seed)), arrays
 

@@ -14,7 +14,7 @@ from hydragraph import planner
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.planner.assignment import local_search
 from hydragraph.planner.assignment.problem import AssignmentProblem, Bubble, problem_of
-from hydragraph.planner.assignment.spread_search import Effort, bounded, ends, longest_first, search, value
+from hydragraph.planner.assignment.spread_search import SearchEffort, bounded, ends, longest_first, search, value
 from hydragraph.planner.exact.dispatching import Method, eq3_room, greedy
 from hydragraph.planner.exact.integer_programs import exact_dispatch
 from tests.planner.examples import MIXED, PROFILE, lengths, pipelines
@@ -47,7 +47,7 @@ def best_of_all(given: AssignmentProblem, bubble: Bubble) -> float:
 def test_search_reaches_the_best_of_all(kinds: tuple[PipelineCost, ...], sizes: list[int], bubble: Bubble) -> None:
     made = problem_of(kinds, sizes, bubble=bubble)
     relaxed = bounded(made, made.cost, eq3_room(made), longest_first(made))
-    placed = search(made, relaxed, Effort(), 0)
+    placed = search(made, relaxed, SearchEffort(), 0)
     for p, end in enumerate(ends(made, placed)):
         assert end == pytest.approx(eq3(made, bubble, p, np.flatnonzero(placed == p).tolist()), rel=1e-9)
     best = best_of_all(made, bubble)
@@ -69,7 +69,7 @@ def test_promises_hold_of_any_input(
     made = problem_of(kinds, sizes, bubble=bubble)
     first = longest_first(made)
     relaxed = bounded(made, made.cost, eq3_room(made), first)
-    placed = search(made, relaxed, Effort(), seed)
+    placed = search(made, relaxed, SearchEffort(), seed)
     assert sorted(itertools.chain(*made.shares(placed))) == [i for i, n in enumerate(sizes) if n]
     assert all(np.isfinite(made.cost[i, made.kind_of[p]]) for i, p in enumerate(placed))
     found = value(made, placed)
@@ -78,7 +78,7 @@ def test_promises_hold_of_any_input(
         descended = first.copy()
         local_search.descend(descended, made.instance, np.zeros(len(kinds)))
         assert found <= max(relaxed.seconds * 1.001, min(value(made, greedy(made, 100, seed)), value(made, descended)))
-    np.testing.assert_array_equal(placed, search(made, relaxed, Effort(), seed))
+    np.testing.assert_array_equal(placed, search(made, relaxed, SearchEffort(), seed))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.planner.generators.device_groups import NodeDevices, groupings, nodes_of, power, regular, splits
-from hydragraph.planner.generators.group_prices import Prices, site_of
+from hydragraph.planner.generators.group_prices import LayerPrices, site_of
 from hydragraph.spec.health import Health
 from tests.cost import priced
 
@@ -59,7 +59,7 @@ def test_splits_use_all_devices_and_grow() -> None:
 def test_every_grouping_has_every_running_device_once_and_stays_in_its_node() -> None:
     health = Health({1: 2.57, 6: math.inf})
     costs = priced.costs(4, priced.cluster(12, per_node=6), health)
-    prices = Prices(costs, [100])
+    prices = LayerPrices(costs, [100])
     nodes = nodes_of(costs)
     found = groupings(costs, prices, nodes)
     assert len(found) > 3
@@ -72,7 +72,7 @@ def test_every_grouping_has_every_running_device_once_and_stays_in_its_node() ->
 
 def test_symmetric_groupings_have_one_degree() -> None:
     costs = priced.costs(4, priced.mixed())
-    prices = Prices(costs, [100])
+    prices = LayerPrices(costs, [100])
     both = groupings(costs, prices, nodes_of(costs))
     symmetric = groupings(costs, prices, nodes_of(costs), symmetric=True)
     assert {tuple(sorted({g.tp for g in groups})) for groups in both} == {(1,), (2,), (1, 2)}
@@ -83,5 +83,5 @@ def test_a_device_that_no_group_takes_stays_idle() -> None:
     """With one tensor-parallel degree, as in deterministic runs, groups may not use all devices of a node."""
     costs = priced.costs(4, priced.cluster(3), Health({1: 2.57}))
     pairs = costs.changed(profile=costs.profile.of_cut(*next(cut for cut in costs.profile.cuts if cut[0] == 2)))
-    found = groupings(pairs, Prices(pairs, [100]), nodes_of(pairs))
+    found = groupings(pairs, LayerPrices(pairs, [100]), nodes_of(pairs))
     assert [[group.tp for group in groups] for groups in found] == [[2]]

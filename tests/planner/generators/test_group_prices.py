@@ -1,7 +1,7 @@
 import pytest
 
 from hydragraph.cost.rank_memory import batch_bytes
-from hydragraph.planner.generators.group_prices import Prices, free_bytes, site_of, state_bytes
+from hydragraph.planner.generators.group_prices import LayerPrices, free_bytes, site_of, state_bytes
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from hydragraph.spec.health import Health
 from tests.cost import priced
@@ -11,7 +11,7 @@ def test_owners_within_a_node_are_the_part_of_all_ranks_that_its_largest_node_ha
     types = {name: DeviceType(1e15, 10**9, 1e12) for name in ("fast", "slow")}
     nodes = tuple(Node(name, n, priced.FAST, priced.SLOW, cards=n) for name, n in (("fast", 3), ("slow", 1)))
     costs = priced.costs(4, Cluster.of(types, nodes))
-    prices = Prices(costs, [700])
+    prices = LayerPrices(costs, [700])
     assert prices.within(site_of(costs, 0)) == pytest.approx(3 / 4)
     assert prices.within(site_of(costs, 3)) == pytest.approx(1 / 4)
 

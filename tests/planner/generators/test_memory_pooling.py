@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hydragraph.planner.generators.malleus_autohet import STRAGGLER, search
 from hydragraph.planner.generators.memory_pooling import Pool, Stages, pooled, roomiest
-from hydragraph.planner.price_candidate import Settled, settle, share_out, strategies_of
+from hydragraph.planner.price_candidate import PricedPlan, settle, share_out, strategies_of
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from tests.cost import priced
 from tests.planner.promises import LENGTH
@@ -102,7 +102,7 @@ def test_where_owners_give_way_stages_are_quicker_and_fit(elements: int, memory:
             assert all(sum(stage.layers for stage in pipeline.stages) == 24 for pipeline in strategy.pipelines)
             assignment, last = share_out(costs, strategy, [LENGTH] * SEQUENCES, better.together)
             one = settle(costs, strategy, assignment, "straggler", last)
-            assert isinstance(one, Settled)
+            assert isinstance(one, PricedPlan)
             held = [each.total for each in costs.changed(home=one.home).memory(strategy, assignment)]
             assert max(held) <= memory
     assert gained

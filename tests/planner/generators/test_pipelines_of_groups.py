@@ -6,18 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydragraph.planner.generators.device_groups import forms_of, groupings, nodes_of
-from hydragraph.planner.generators.group_prices import Prices
-from hydragraph.planner.generators.pipelines_of_groups import Bench, numbers
+from hydragraph.planner.generators.group_prices import LayerPrices
+from hydragraph.planner.generators.pipelines_of_groups import PipelinePricing, numbers
 from hydragraph.spec.health import Health
 from tests.cost import priced
 
 
-def bench_of(rates: dict[int, float], micro_batches: int, memory: float = 1e9) -> tuple[Bench, dict[int, int]]:
+def bench_of(
+    rates: dict[int, float], micro_batches: int, memory: float = 1e9
+) -> tuple[PipelinePricing, dict[int, int]]:
     costs = priced.costs(6, priced.mixed(), Health(rates))
-    prices = Prices(costs, [700])
+    prices = LayerPrices(costs, [700])
     groups = groupings(costs, prices, nodes_of(costs))[0]
     forms = list(forms_of(groups))
-    return Bench(prices, forms, [memory] * len(forms), micro_batches), {
+    return PipelinePricing(prices, forms, [memory] * len(forms), micro_batches), {
         forms.index(form): count for form, count in forms_of(groups).items()
     }
 
@@ -71,11 +73,11 @@ def test_where_only_one_order_fits_it_is_found_for_a_single_micro_batch() -> Non
     bench, counts = bench_of({}, 4)
     small = max(counts, key=lambda form: bench.speed[form])
     large = min(counts, key=lambda form: bench.speed[form])
-    prices = Prices(priced.costs(6, priced.mixed()), [700])
+    prices = LayerPrices(priced.costs(6, priced.mixed()), [700])
 
     def laid(memory: float) -> tuple[int, ...]:
         sizes = [memory if form == small else 1e9 for form in range(len(bench.forms))]
-        return Bench(prices, bench.forms, sizes, 4).lay(tuple(sorted((small, large))), 1).order
+        return PipelinePricing(prices, bench.forms, sizes, 4).lay(tuple(sorted((small, large))), 1).order
 
     low, high = 1e3, 1e9
     while high > low * (1 + 1e-4):

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydragraph.planner.generators.device_groups import GroupForm, forms_of, groupings, nodes_of
-from hydragraph.planner.generators.group_prices import Prices
-from hydragraph.planner.generators.pipelines_of_groups import Bench
+from hydragraph.planner.generators.group_prices import LayerPrices
+from hydragraph.planner.generators.pipelines_of_groups import PipelinePricing
 from hydragraph.planner.generators.stage_layout import (
     NUMBERS,
     Option,
@@ -27,9 +27,9 @@ def row(option: Option) -> np.ndarray:
     return np.array(option[1:])
 
 
-def prices_of() -> tuple[Prices, list[GroupForm]]:
+def prices_of() -> tuple[LayerPrices, list[GroupForm]]:
     costs = priced.costs(6, priced.mixed(), Health({0: 2.57}))
-    prices = Prices(costs, [700])
+    prices = LayerPrices(costs, [700])
     return prices, list(forms_of(groupings(costs, prices, nodes_of(costs))[0]))
 
 
@@ -52,7 +52,7 @@ def test_one_layer_more_than_the_most_does_not_fit(memory: float, first: bool, l
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 9))
 def test_a_pipeline_takes_what_its_options_say(places: list[int], count: int) -> None:
     prices, forms = prices_of()
-    bench = Bench(prices, forms, [1e9] * len(forms), 8)
+    bench = PipelinePricing(prices, forms, [1e9] * len(forms), 8)
     order = tuple(place % len(forms) for place in places)
     laid = bench.lay(tuple(sorted(order)), count)
     assert sum(laid.layers) == 6

@@ -13,8 +13,8 @@ from hydragraph.train.chaos.disturbed_run import (
     CALM_STEPS,
     MOST_STEPS_PER_STRIKE,
     STEPS_PER_STRIKE,
-    Disturbed,
-    Patience,
+    DisturbedRun,
+    HangDetector,
     alone,
     departure,
     draw,
@@ -87,7 +87,7 @@ def test_what_became_of_a_run() -> None:
     def ended(step: int, second: int, loss: float) -> Metrics:
         return replace(metrics(step, loss), time=f"2026-11-22T20:00:{second:02}.000+00:00")
 
-    calm = Disturbed(0, (ended(1, 0, 3.0), ended(2, 1, 2.0), ended(3, 2, 1.0)))
+    calm = DisturbedRun(0, (ended(1, 0, 3.0), ended(2, 1, 2.0), ended(3, 2, 1.0)))
     event = RunEvent(
         1, "resumed", (0,), 0.5, "state was lost, so all ranks returned to the checkpoint after step 0", lost_steps=3
     )
@@ -112,8 +112,8 @@ def test_what_became_of_a_run() -> None:
     assert told["read in pieces"] == words
 
 
-def curve(*losses: float) -> Disturbed:
-    return Disturbed(0, tuple(metrics(step, loss) for step, loss in enumerate(losses, start=1)))
+def curve(*losses: float) -> DisturbedRun:
+    return DisturbedRun(0, tuple(metrics(step, loss) for step, loss in enumerate(losses, start=1)))
 
 
 def test_rounding_may_grow_as_it_does_undisturbed_and_no_further() -> None:
@@ -132,29 +132,29 @@ def test_with_the_same_bits_promised_rounding_explains_nothing() -> None:
 
 
 def test_the_start_of_a_run_does_not_count_as_a_hang() -> None:
-    patience = Patience(100.0)
+    patience = HangDetector(100.0)
     assert not patience.look(0, 100.0 + 1799.0), "before the first step it has half an hour"
     assert not patience.look(1, 1900.0)
     assert not patience.look(1, 1900.0 + 180.0)
     assert not patience.look(2, 1900.0 + 181.0)
     assert not patience.look(1, 1900.0 + 361.0), "a step that is repeated is progress, too"
     assert patience.look(1, 1900.0 + 542.0) == "the run completed no step for 180 s after step 1, and was killed"
-    assert Patience(0.0).look(0, 1801.0) == "the run completed no step within 1800 s of its start, and was killed"
+    assert HangDetector(0.0).look(0, 1801.0) == "the run completed no step within 1800 s of its start, and was killed"
 
 
 @pytest.mark.parametrize(
     ("run", "words"),
     [
         (
-            Disturbed(2, (), said="output is read-only"),
+            DisturbedRun(2, (), said="output is read-only"),
             "the process exited with code 2; the output ends with:\noutput is read-only",
         ),
-        (Disturbed(-9, ()), "the process was killed by signal 9; the output is empty"),
+        (DisturbedRun(-9, ()), "the process was killed by signal 9; the output is empty"),
         (
-            Disturbed(-14, (), hung="the run completed no step, and was killed"),
+            DisturbedRun(-14, (), hung="the run completed no step, and was killed"),
             "the run completed no step, and was killed; the output is empty",
         ),
     ],
 )
-def test_how_a_run_ended_is_always_said(run: Disturbed, words: str) -> None:
+def test_how_a_run_ended_is_always_said(run: DisturbedRun, words: str) -> None:
     assert run.ending == words

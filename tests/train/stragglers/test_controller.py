@@ -13,7 +13,7 @@ from hydragraph.cost.accounts import TimeKind
 from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.policy import Policy
-from hydragraph.runtime.instruction_trace import Exposed, RankTimes
+from hydragraph.runtime.instruction_trace import ExposedSeconds, RankTimes
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
@@ -41,7 +41,7 @@ class Step:
     planning_s: float = 0.0
     preparing_s: float = 0.0
     assignment: Assignment = ASSIGNED
-    ranks: tuple[RankTimes, ...] = tuple(RankTimes(1.0, Exposed(), (1.0,)) for _ in range(4))
+    ranks: tuple[RankTimes, ...] = tuple(RankTimes(1.0, ExposedSeconds(), (1.0,)) for _ in range(4))
 
 
 class Given:

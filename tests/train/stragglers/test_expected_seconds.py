@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from hydragraph.train.stragglers.expected_seconds import LEAST, STEPS, Expectation, ExpectedAndMeasured
+from hydragraph.train.stragglers.expected_seconds import LEAST, STEPS, ExpectedAndMeasured, ExpectedTimes
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Step:
     preparing_s: float = 0.0
 
 
-def compared(expectation: Expectation, steps: list[Step]) -> list[tuple[int, ExpectedAndMeasured]]:
+def compared(expectation: ExpectedTimes, steps: list[Step]) -> list[tuple[int, ExpectedAndMeasured]]:
     found = [
         (i, expectation.stepped(step.strategy, step.expected_s, step.seconds - step.preparing_s))
         for i, step in enumerate(steps, start=1)
@@ -27,21 +27,21 @@ def compared(expectation: Expectation, steps: list[Step]) -> list[tuple[int, Exp
 
 def test_it_is_told_once_after_enough_steps_without_those_that_compile() -> None:
     steps = [Step(9.0), *[Step(0.6)] * 9, Step(7.0, strategy="<tp2,pp1>"), *[Step(0.7, preparing_s=0.1)] * 29]
-    found = compared(Expectation(), steps)
+    found = compared(ExpectedTimes(), steps)
     assert found == [(STEPS, ExpectedAndMeasured(0.5, pytest.approx(0.6), STEPS - 2))]  # type: ignore[arg-type]
     assert str(found[0][1]) == "expected 0.5 s per step, measured 0.6 s (20% more; median of 18 steps)"
 
 
 def test_steps_without_expectation_do_not_count() -> None:
     steps = [*[Step(0.6, expected_s=0.0)] * 30, *[Step(0.25)] * 10]
-    ((at, beside),) = compared(Expectation(), steps)
+    ((at, beside),) = compared(ExpectedTimes(), steps)
     assert (at, beside.steps) == (30 + LEAST, LEAST)
     assert "50% less" in str(beside)
-    assert not compared(Expectation(), [Step(0.6, expected_s=0.0)] * 60)
+    assert not compared(ExpectedTimes(), [Step(0.6, expected_s=0.0)] * 60)
 
 
 def test_another_plan_is_compared_again() -> None:
-    expectation = Expectation()
+    expectation = ExpectedTimes()
     assert len(compared(expectation, [Step(0.6)] * 30)) == 1
     expectation.restart()
     assert [at for at, _ in compared(expectation, [Step(0.6)] * 30)] == [STEPS]

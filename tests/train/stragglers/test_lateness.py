@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 import hydragraph as hg
-from hydragraph.runtime.instruction_trace import Exposed, RankTimes
+from hydragraph.runtime.instruction_trace import ExposedSeconds, RankTimes
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.health import Health
 from hydragraph.train.stragglers.lateness import LOOK, Lateness, lateness
@@ -16,7 +16,7 @@ TOKENS = 1000
 
 
 def times(seconds: float, ends: Sequence[float]) -> tuple[RankTimes, ...]:
-    return tuple(RankTimes(seconds, Exposed(push=seconds - end)) for end in ends)
+    return tuple(RankTimes(seconds, ExposedSeconds(push=seconds - end)) for end in ends)
 
 
 def assigned(tokens: Sequence[int]) -> Assignment:

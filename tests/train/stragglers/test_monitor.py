@@ -12,13 +12,13 @@ from hydragraph.cost.accounts import TimeKind
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.errors import Unsupported
-from hydragraph.runtime.instruction_trace import Exposed, RankTimes
+from hydragraph.runtime.instruction_trace import ExposedSeconds, RankTimes
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.health import Health
 from hydragraph.train.stragglers.monitor import Monitor, predict
 from hydragraph.train.stragglers.rate_estimator import Change
-from hydragraph.train.stragglers.straggler_state import Slow
+from hydragraph.train.stragglers.straggler_state import SlowRank
 from tests.models import captured
 
 LAYERS = 2
@@ -50,7 +50,7 @@ def times(step: int, slow: dict[int, float], crowd: dict[int, float] | None = No
         rate = slow.get(rank, 1.0)
         own = tuple(rate * crowded * wrong[t] * kinds.get(t, 0.0) for t in templates)
         probe = 1000.0 / rate if rank == 3 or step == 0 else 0.0
-        found.append(RankTimes(sum(own), Exposed(), own, ran, ran * (crowded - 1), probe))
+        found.append(RankTimes(sum(own), ExposedSeconds(), own, ran, ran * (crowded - 1), probe))
     return found
 
 
@@ -112,7 +112,7 @@ def test_an_idle_rank_is_known_by_its_probes() -> None:
 
 
 def test_an_idle_rank_that_was_slow_at_its_first_probe_has_not_recovered() -> None:
-    monitor = Monitor(costs(), slow={3: Slow(5.42)})
+    monitor = Monitor(costs(), slow={3: SlowRank(5.42)})
     reported = times(0, {})
     healthy, slow = reported[0], replace(reported[3], probe=1000 / 5.42)
     monitor.baseline([healthy, healthy, slow, slow])
@@ -154,7 +154,7 @@ def test_a_slow_rank_is_compared_with_the_first_probes() -> None:
 
 def test_costs_of_another_model_are_refused() -> None:
     monitor = Monitor(costs())
-    short = [RankTimes(1.0, Exposed(), (1.0,)) for _ in range(4)]  # of a model with one kind of block
+    short = [RankTimes(1.0, ExposedSeconds(), (1.0,)) for _ in range(4)]  # of a model with one kind of block
     with pytest.raises(Unsupported, match="measure this model"):
         monitor.observe(STRATEGY, assignment(0), short)
 

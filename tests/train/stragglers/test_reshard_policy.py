@@ -26,7 +26,7 @@ from hydragraph.train.step_metrics import read_metrics
 from hydragraph.train.stragglers import reshard_policy
 from hydragraph.train.stragglers.controller import Controller
 from hydragraph.train.stragglers.reshard_plan import StateCosts
-from hydragraph.train.stragglers.reshard_policy import COOLDOWN, MIX, Following, state_costs
+from hydragraph.train.stragglers.reshard_policy import COOLDOWN, MIX, ReshardPolicy, state_costs
 from hydragraph.train.stragglers.run_events import RunEvent, read_events
 from hydragraph.train.train_state import Run
 from tests.cost.priced import cluster, costs, mixed
@@ -39,7 +39,7 @@ HOME_OF_SLOW = Home((1.0, 0.2, 1.0, 1.0))
 
 
 def test_a_slow_rank_gives_state_away_in_parts_and_gets_it_back() -> None:
-    following = Following(Home(), 4, BUCKETS, StateCosts(0.4, 12, 20_000), 10_000)
+    following = ReshardPolicy(Home(), 4, BUCKETS, StateCosts(0.4, 12, 20_000), 10_000)
     assert following.stepped(5, Health(), 1.0) == ()
     (event,) = following.stepped(6, SLOW, 1.0)
     assert (event.event, event.ranks, event.done, event.rates) == ("migrate", (1,), True, {1: 5.0})
@@ -65,7 +65,7 @@ def test_a_slow_rank_gives_state_away_in_parts_and_gets_it_back() -> None:
 
 def test_the_users_home_is_restored_after_a_rank_was_slow() -> None:
     given = Home((3.0, 1.0, 1.0, 0.0))
-    following = Following(given, 4, BUCKETS, StateCosts(0.4, 12, 1e9), 10_000)
+    following = ReshardPolicy(given, 4, BUCKETS, StateCosts(0.4, 12, 1e9), 10_000)
     assert following.stepped(1, Health(), 1.0) == ()
     (_,) = following.stepped(2, SLOW, 1.0)
     while following.next is not None:
@@ -83,8 +83,8 @@ def test_state_goes_to_where_the_strategies_of_late_use_it_if_that_pays() -> Non
     pipeline, both = (hg.Strategy.parse(text, 4) for text in ("<tp1,pp2>", "2*<tp1,pp1>"))
     of_stages = found.changed(home=Home(rule="auto")).of_strategies(pipeline).home
 
-    def following(steps: int, rule: Rule | None = "auto") -> Following:
-        return Following(Home(), 2, found.buckets, state_costs(found), steps, memory=found, rule=rule)
+    def following(steps: int, rule: Rule | None = "auto") -> ReshardPolicy:
+        return ReshardPolicy(Home(), 2, found.buckets, state_costs(found), steps, memory=found, rule=rule)
 
     moving = following(10_000)
     for step in range(1, MIX):
@@ -103,7 +103,7 @@ def test_state_goes_to_where_the_strategies_of_late_use_it_if_that_pays() -> Non
 
 def test_a_choice_of_owners_counts_the_bytes_of_pushed_gradients() -> None:
     found = costs(4, cluster(2, 1), home=Home()).changed(push_itemsize=2)
-    following = Following(Home(), 2, found.buckets, state_costs(found), 10, memory=found, rule="auto")
+    following = ReshardPolicy(Home(), 2, found.buckets, state_costs(found), 10, memory=found, rule="auto")
     following.stepped(1, Health(), 1.0, [hg.Strategy.parse("<tp1,pp2>", 4)])
     question = following._question(Health(), state_costs(found))
     assert question is not None
@@ -111,9 +111,9 @@ def test_a_choice_of_owners_counts_the_bytes_of_pushed_gradients() -> None:
 
 
 def test_what_does_not_pay_a_dry_run_and_lost_ranks_move_nothing() -> None:
-    assert Following(Home(), 4, BUCKETS, COSTS, 10).stepped(10, SLOW, 1.0) == ()
-    assert Following(Home(), 4, BUCKETS, COSTS, 10_000).stepped(1, Health({1: float("inf")}), 1.0) == ()
-    dry = Following(Home(), 4, BUCKETS, COSTS, 10_000, dry_run=True)
+    assert ReshardPolicy(Home(), 4, BUCKETS, COSTS, 10).stepped(10, SLOW, 1.0) == ()
+    assert ReshardPolicy(Home(), 4, BUCKETS, COSTS, 10_000).stepped(1, Health({1: float("inf")}), 1.0) == ()
+    dry = ReshardPolicy(Home(), 4, BUCKETS, COSTS, 10_000, dry_run=True)
     (event,) = dry.stepped(1, SLOW, 1.0)
     assert not event.done
     assert event.why.startswith("dry run, not done")
@@ -149,7 +149,7 @@ def test_no_home_is_decided_that_does_not_fit(rates: list[float], room: list[flo
     strategy = hg.Strategy.parse(text, layers=4)
     found = roomy(strategy, costs(4, cluster(4), elements=10_000), room, tokens)
     assume(all(found.max_len(p, strategy) >= tokens for p in strategy.pipelines))
-    following = Following(Home(), 4, found.buckets, state_costs(found), 10**9, memory=found)
+    following = ReshardPolicy(Home(), 4, found.buckets, state_costs(found), 10**9, memory=found)
     following.stepped(1, Health(dict(enumerate(rates))), 1e-3, (strategy,), tokens)
     event("moves" if following.next else "stays")
     while (home := following.next) is not None:
@@ -168,7 +168,7 @@ def test_state_stays_or_goes_where_there_is_room(room: tuple[int, ...], shares: 
     """A rank needs memory for its present state and, bucket by bucket, for the state that replaces it."""
     strategy = hg.Strategy.parse("4*<tp1,pp1>", layers=24)
     found = roomy(strategy, costs(24, cluster(4), elements=100_000), room, 640)
-    following = Following(Home(), 4, found.buckets, state_costs(found), 10**9, memory=found)
+    following = ReshardPolicy(Home(), 4, found.buckets, state_costs(found), 10**9, memory=found)
     events = following.stepped(1, Health({1: 12.53}), 1e-9, (strategy,), 640)
     assert bool(events) == (shares is not None)
     assert following.target.shares == (shares if shares is None else pytest.approx(shares, abs=0.02))
@@ -198,7 +198,7 @@ def train(config: TrainConfig, follows: bool) -> list[tuple[float, ...]]:
     def controller(config: TrainConfig, world: World, executor: Any) -> Controller:
         buckets = executor.program.buckets
         cost = StateCosts(1e6, 12, 1e4)  # parts of a bucket: steps take milliseconds
-        following = Following(executor.owners, world.ranks, buckets, cost, config.steps)
+        following = ReshardPolicy(executor.owners, world.ranks, buckets, cost, config.steps)
         return Controller(Judged(), None, following if follows else None)  # type: ignore[arg-type]
 
     class Watching:
@@ -227,7 +227,7 @@ def train(config: TrainConfig, follows: bool) -> list[tuple[float, ...]]:
 class Calling:
     """A controller that only says where state is to live."""
 
-    def __init__(self, following: Following) -> None:
+    def __init__(self, following: ReshardPolicy) -> None:
         self.following = following
 
     def stepped(self, report: Any) -> tuple[RunEvent, ...]:
@@ -238,7 +238,7 @@ class Calling:
 
 
 def test_the_loop_moves_one_part_beside_each_step_and_trains_every_step_once(tmp_path: Path) -> None:
-    following = Following(Home(), 4, BUCKETS, StateCosts(1e6, 12, 20_000), 10_000)
+    following = ReshardPolicy(Home(), 4, BUCKETS, StateCosts(1e6, 12, 20_000), 10_000)
     moves: list[tuple[int, Home]] = []
     promises: list[int] = []
 
