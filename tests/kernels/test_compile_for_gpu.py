@@ -61,4 +61,5 @@ def test_attention_multiplies_on_tensor_cores(built: tuple[int, list[Report]]) -
     products = [r for r in reports if r.name.startswith("attention") and "_prepare" not in r.name]
     assert products
     others = {r.name.split(" ", 2)[2] for r in products if not r.tensor_core}
-    assert others <= {"fp32 D256"}  # whose three tf32 products would not fit into registers
+    # The three tf32 products of these kernels would not fit into registers.
+    assert all(name.startswith("fp32 D256") for name in others)

@@ -56,8 +56,8 @@ def test_executables_of_one_model_share_what_they_compile(caplog: pytest.LogCapt
     for a, b in zip(one.program.blocks, two.program.blocks, strict=True):
         assert one.get(a, StagePart(StageKind(2))) is two.get(b, StagePart(StageKind(2)))
     names = ("embed", "layer.0", "head")
-    took = [f"reused {name}, which this process had compiled, for rank 0 of tp2" for name in names]
-    assert [m for m in caplog.messages if m.startswith("took")] == took
+    reused = [f"reused {name}, which this process had compiled, for rank 0 of tp2" for name in names]
+    assert [m for m in caplog.messages if m.startswith("reused")] == reused
     assert [m.split(" in ")[0] for m in caplog.messages if m.startswith("compiled")] == [
         f"compiled {name} (eager) for rank 0 of tp2" for name in names
     ]
