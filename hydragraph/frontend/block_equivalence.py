@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -56,18 +56,29 @@ def refuse_state(call: BlockCall, hints: dict[str, int]) -> None:
 def refuse_state_around(
     module: nn.Module, opaque: AbstractContextManager[None], batch: Mapping[str, Tensor], where: str
 ) -> None:
-    """Run the model twice while `opaque` replaces its blocks; raise Unsupported if the two runs differ."""
-    notes = []
-    with suppress(Exception), meta_as_cpu(), opaque:  # the trace that follows reports an error
-        module(batch)  # a first call may create state
-        for _ in range(2):
-            noted = _Notes(module, list(batch.values()))
-            with noted:
-                result = module(batch)
-            notes.append(noted.all(result))
-    if len(notes) == 2:
+    """Run the model twice; raise Unsupported if the two runs differ.
+
+    Args:
+        opaque: replaces the model's blocks, which makes the runs faster but may fail.
+    """
+    for context in (opaque, nullcontext()):
+        notes = []
+        try:
+            with meta_as_cpu(), context:
+                module(batch)  # a first call may create state
+                for _ in range(2):
+                    noted = _Notes(module, list(batch.values()))
+                    with noted:
+                        result = module(batch)
+                    notes.append(noted.all(result))
+        except Unsupported:  # the trace that follows raises it, too
+            return
+        except Exception:  # an error of the model also ends the trace that follows
+            if len(notes) < 2:
+                continue
         refuse_own_backward(result, where)
         _refuse_difference(notes[0], notes[1], where)
+        return
 
 
 def refuse_state_between(module: nn.Module, blocks: Sequence[nn.Module], batch: Mapping[str, Tensor]) -> None:

@@ -389,22 +389,28 @@ def test_regions_without_gradient_or_autocast_and_checkpoints_are_honoured() -> 
 
 
 class Marking(Own):
-    """A model that counts its calls in an attribute of its first block, and may read the count."""
+    """A model that counts its calls in an attribute of its first block, or inside it, and may read the count."""
 
-    def __init__(self, reads: bool) -> None:
+    def __init__(self, reads: bool, inside: bool = False) -> None:
         super().__init__()
         self.reads = reads
+        self.inside = inside
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        count = getattr(self.stack[0], "count", 0) + 1
-        self.stack[0].count = count  # type: ignore[assignment]
+        owner: Any = next(self.stack[0].children()) if self.inside else self.stack[0]
+        count = getattr(owner, "count", 0) + 1
+        owner.count = count
         logits: Tensor = super().forward(input_ids, position_ids, cu_seqlens)
         return logits * (1 + 0.1 * count) if self.reads else logits
 
 
-def test_a_model_that_reads_numbers_that_it_sets_of_its_blocks_is_refused() -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_that_reads_numbers_that_it_sets_of_its_blocks_is_refused(inside: bool) -> None:
     with pytest.raises(Unsupported, match=r"Marking: forward differs between calls \(.*1\.\d"):
-        capture(Marking(reads=True))
+        capture(Marking(reads=True, inside=inside))
+
+
+def test_a_model_that_only_sets_numbers_of_its_blocks_is_captured() -> None:
     assert capture(Marking(reads=False)).layers == 2
 
 
