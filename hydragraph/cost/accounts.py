@@ -1,7 +1,6 @@
 """Breakdown of a rank's time in an iteration by kind of work, for a traced run or a simulation.
 
-A rank's wait for a message counts as `LATE` until the message's last participant starts it, and as transfer time
-afterwards.
+A wait for a message counts as `LATE` until every rank in the transfer has started it, and as transfer time afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hydragraph.ir.value import Value, ValueKind, gradients, parse_value, weight
 class TimeKind(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
-    PULL = "pull"  # starting pulls and waiting for them; likewise for PUSH and P2P
+    PULL = "pull"  # starting pulls and waiting for them
     PUSH = "push"
     P2P = "send/receive"
     OFFLOAD = "offload"  # starting copies to and from the host, and waiting for them
@@ -59,8 +58,8 @@ class TimeAccount:
     """Time of one rank in an iteration, by kind of work.
 
     Attributes:
-        transfers: seconds of each message after its last participant starts it; in traced runs, only of messages that
-            the rank waited for.
+        transfers: seconds of each message after its last participant starts. Traced runs include only messages for
+            which the rank waited.
     """
 
     seconds: dict[TimeKind, float] = field(default_factory=lambda: dict.fromkeys(TimeKind, 0.0))
@@ -68,7 +67,7 @@ class TimeAccount:
 
     @property
     def total(self) -> float:
-        """Seconds from the start of the first instruction to the end of the last."""
+        """Seconds from the first instruction's start to the last instruction's end."""
         return sum(self.seconds.values())
 
     def add_wait(self, kind: TimeKind, begin: float, end: float, issued: float) -> None:
@@ -80,7 +79,7 @@ class TimeAccount:
 def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccount, ...]:
     """Return every rank's account of a traced iteration.
 
-    If the clocks of hosts differ, part of `LATE` counts as transfer time, or the reverse.
+    Clocks that differ between hosts shift time between `LATE` and transfers.
 
     Raises:
         ValueError: a name in the trace is not an instruction.
@@ -103,7 +102,7 @@ def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], flo
                 began[event.name] = max(event.begin, began.get(event.name, event.begin))
 
     def of(value: Value, rank: int) -> float:
-        # An activation's message names its receiver.
+        # Events of activations name the receiver (`h2.0>3`).
         name = f"{value}>{rank}" if value.kind in (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT) else value
         return began.get(name, float("-inf"))
 
@@ -113,7 +112,7 @@ def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], flo
 def _measured(
     rank: int, events: Sequence[TraceEvent], issued: Callable[[Value, int], float]
 ) -> tuple[TimeAccount, float]:
-    """Return a rank's account without its commit, and the seconds of the commit."""
+    """Return a rank's account without the commit, and the commit's seconds."""
     computing = sorted((e for e in events if e.stream == Stream.COMPUTE.value), key=lambda e: (e.begin, -e.end))
     sums = TimeAccount()
     commit = 0.0
@@ -162,7 +161,7 @@ def predicted_accounts(timeline: Timeline) -> tuple[TimeAccount, ...]:
     return tuple(accounts[timeline.actor_of[rank]] for rank in range(len(timeline.actor_of)))
 
 
-Issues = Mapping[tuple[Op, str], float]  # seconds until all ranks have the data
+Issues = Mapping[tuple[Op, str], float]  # seconds until all ranks can start the exchange
 
 
 def _simulated_issues(timeline: Timeline) -> Issues:

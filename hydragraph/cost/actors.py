@@ -1,7 +1,7 @@
-"""Actors: each represents all ranks of a stage in a simulation.
+"""Actors of a simulation, each of which represents all ranks of a stage.
 
-The programs of a stage's ranks differ only in their peers, and so do those of equal pipelines. Therefore, a thousand
-ranks run only a few dozen different programs.
+Programs of one stage's ranks, and of equal pipelines, differ only in the ranks to which they send. A thousand ranks
+therefore run only a few dozen different programs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ Pair = tuple[int, int]
 
 
 class StageMessage(NamedTuple):
-    """A message between stages: a hidden state if `ahead` is true, else its gradient.
+    """Message between stages.
 
     Attributes:
+        ahead: true for a hidden state, false for the gradient of one.
         position: position of the block that computed the hidden state.
     """
 
@@ -41,12 +42,12 @@ def message_of(instruction: Instruction) -> StageMessage:
 
 @dataclass(frozen=True, eq=False)
 class ActorProgram:
-    """Program of one rank of an actor; the other fields contain indices into `instructions`.
+    """Program of one rank of an actor.
 
     Attributes:
-        needs: for each instruction, the instructions of other queues that must end before it begins.
-        compute, pulls, pushes, sends, receives, copies: the instructions of each queue, in order; FREE is in no queue.
-        messages: for each send, its message and how many earlier sends carry the same message.
+        needs: for each instruction, indices of instructions that must end before it begins.
+        compute, pulls, pushes, sends, receives, copies: indices of each queue's instructions; FREE is in no queue.
+        messages: index of a send -> message, and number of earlier sends of the same message.
     """
 
     instructions: tuple[Instruction, ...]
@@ -61,14 +62,14 @@ class ActorProgram:
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction]) -> ActorProgram:
-        """Sort instructions into queues; an instruction whose input is never written waits forever."""
+        """Sort instructions into queues. An instruction whose input is never written waits forever."""
         queues: dict[str, list[int]] = {name: [] for name in ("compute", *dict.fromkeys(_QUEUES.values()))}
         needs: list[tuple[int, ...]] = []
         maker: dict[Value, int] = {}
         sent: dict[StageMessage, int] = {}
         messages = {}
         latest = -1
-        copied: list[int] = []  # the next computation waits for these copies, which free device memory
+        copied: list[int] = []  # copies to the host that must end before the next computation
         for i, instruction in enumerate(instructions):
             if instruction.op is Op.FREE:
                 copied += [maker[value] for value in instruction.after if value.kind is ValueKind.COPYING]
@@ -113,7 +114,7 @@ class Actor:
     Attributes:
         ranks: the stage's ranks in tensor-parallel order, or one rank without work.
         roles: the stage's role in each pipeline, or the role of each interleaved stage.
-        layers: each stage's layers, as a half-open range.
+        layers: half-open range of each stage's layers.
     """
 
     ranks: tuple[int, ...]
@@ -147,7 +148,7 @@ class Actor:
         return receivers
 
     def pairs(self, index: int) -> tuple[Pair, ...]:
-        """Return a send's (sender, receiver) pairs; each of the actor's ranks sends to at most one receiver."""
+        """Return a send's (sender, receiver) pairs, at most one per rank of the actor."""
         message, turn = self.program.messages[index]
         receivers = self.receivers[message][turn * len(self.ranks) :]
         return tuple(zip(self.ranks, receivers, strict=False))
@@ -190,7 +191,7 @@ def _neighbours(role: PlacedRole) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
-    """Return actors for programs that were lowered rank by rank.
+    """Return the actors of programs, one program per rank.
 
     Raises:
         ValueError: ranks of a stage run different instructions.
@@ -231,10 +232,10 @@ def _check_alike(programs: Sequence[RankProgram]) -> None:
         other = shape(program)
         if first == other:
             continue
-        difference = f"one has {len(first)} instructions and the other {len(other)}"
+        difference = f"the first has {len(first)} instructions, the second {len(other)}"
         for at, (one, two) in enumerate(zip(first, other, strict=False)):
             if one != two:
-                difference = f"instruction {at} is {one[0]} {one[1]} on one and {two[0]} {two[1]} on the other"
+                difference = f"instruction {at} of the first is {one[0]} {one[1]}, of the second {two[0]} {two[1]}"
                 break
         raise ValueError(
             f"ranks {programs[0].rank} and {program.rank} of one stage run different programs: ignoring sends and "

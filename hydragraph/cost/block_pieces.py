@@ -17,7 +17,7 @@ GRADIENT_BYTES = 4
 
 @dataclass(frozen=True)
 class MemoryLines:
-    """Memory of one block, as linear functions (bytes, bytes per token) of a micro-batch's tokens.
+    """Memory of one block for a micro-batch, as (bytes, bytes per token).
 
     Attributes:
         output, saved, forward, backward, keeps: as in `cost.footprint.Footprint`.
@@ -40,10 +40,10 @@ class BlockPiece:
         forward, backward: seconds, without tensor-parallel sums.
         parameters: parameter elements on the rank.
         frozen: parameter elements without gradient.
-        reduced: number of hidden states that the tensor-parallel ranks sum in (forward, backward).
-        during_sums: for each of these sums in the backward, seconds per token of the weight gradients computed
-            during it (`passes/overlap_collectives.py`).
-        before_sums: for each sum (forward first), seconds per token of the matrix product before it; 0: none.
+        reduced: numbers of hidden states that tensor-parallel ranks sum in the forward and in the backward.
+        during_sums: for each sum in the backward, seconds per token of the weight gradients computed during the sum
+            (`passes/overlap_collectives.py`).
+        before_sums: for each sum (forward first), seconds per token of the matrix product before the sum; 0: none.
         held: memory; None: unknown.
     """
 

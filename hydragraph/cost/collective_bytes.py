@@ -1,7 +1,4 @@
-"""Bytes that a rank sends for one block in tensor-parallel collectives.
-
-`hydragraph.passes.collective_operators.SENT` states the traffic of each collective.
-"""
+"""Bytes that a rank sends for one block in tensor-parallel collectives."""
 
 from __future__ import annotations
 
@@ -25,6 +22,6 @@ def collective_bytes(variant: Variant, part: StagePart, micro_batch: MicroBatch)
 def _moved(node: fx.Node, sizes: TracedSizes) -> int:
     if node.op != "call_method" or not _SENT.get(str(node.target)):
         return 0
-    # Count the unsharded tensor of (result, operand): for a reduce-scatter, the operand.
+    # The unsharded tensor is the operand of a reduce-scatter, and the result of other collectives.
     result, *operand = sizes.storages(node).values()
     return _SENT[str(node.target)] * (operand[0] if node.target == "start_reduce_scatter" else result)

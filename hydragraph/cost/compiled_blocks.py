@@ -21,7 +21,7 @@ class CompiledBlocks:
     """Exact memory of a captured model's blocks, from their compiled graphs.
 
     Args:
-        compiled: returns a block's graphs, like `passes.variants.Variants.get`.
+        compiled: function that returns a block's graphs (`passes.variants.Variants.get`).
 
     Attributes:
         itemsize: bytes per element of pulled weights.
@@ -52,7 +52,7 @@ class CompiledBlocks:
         return bool(self._variant(block, part).added)
 
     def repeated(self, block: str, kind: StageKind) -> float:
-        """Return the fraction of full recomputation's operations that the first rank's memory budget repeats."""
+        """Return s of `cost.partial_recomputation` for a stage's first rank."""
         whole = kind._replace(sums_in_pieces=False)
         kinds = (whole._replace(recompute=again) for again in (False, kind.recompute, True))
         plain, budgeted, full = (self._variant(block, StagePart(stage_kind)) for stage_kind in kinds)
@@ -60,7 +60,7 @@ class CompiledBlocks:
 
 
 def repeated(plain: Variant, partial: Variant, full: Variant) -> float:
-    """Return s of `partial_recomputation`, the fraction of repeated operations."""
+    """Return the fraction of full recomputation's operations that a memory budget repeats."""
     least, budgeted, most = (_operations(variant.backward) for variant in (plain, partial, full))
     return min(max((budgeted - least) / (most - least), 0.0), 1.0) if most > least else 0.0
 

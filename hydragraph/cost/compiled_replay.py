@@ -3,21 +3,21 @@
     S, V            numbers of the pipeline's stages and micro-batches
     M               number of micro-batches in `rows`, at least V
     rows[m, s]      [M, S, 5]  seconds of micro-batch m on stage s, by part:
-                    EARLY      work before a forward, which can begin before the forward's message arrives
+                    EARLY      work that can begin before the forward's message arrives
                     FORWARD, BACKWARD
                     AHEAD      sending the hidden state from stage s to s + 1
                     BACK       sending the gradient back from stage s + 1 to s
     F(s, x)         end of the x-th micro-batch's forward on stage s; m = order[x]
-    B(s, x)         end of its backward
-    P               end of the previous action in the row
+    B(s, x)         end of the x-th micro-batch's backward on stage s
+    P               end of the row's previous action
 
 Each row of the schedule's table runs the stages of one group of devices, one action at a time:
 
     F(s, x) = max(P + EARLY, F(s - 1, x) + AHEAD of stage s - 1) + FORWARD
     B(s, x) = max(P, B(s + 1, x) + BACK of stage s) + BACKWARD
 
-If a backward is split, its input gradient follows the formula of B with a share of BACKWARD, and its weight gradient
-waits for no message.
+The input gradient of a split backward follows the formula of B with a share of BACKWARD. The weight gradient waits for
+no message.
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ _WEIGHT_SHARE = SHARES[Work.WEIGHT_GRADIENT]
 
 
 class ReplayBuffers(NamedTuple):
-    """Buffers of `replay`: ends [S, V], and progress of each stage and row [S].
+    """Buffers of `replay`.
 
-    `replay` sets `clock` to the end of each row's last action.
+    Attributes:
+        ends_f, ends_b: [S, V].
+        clock: end of each row's last action [S].
     """
 
     ends_f: Floats
@@ -77,10 +79,10 @@ def scratch_of(stages: int, count: int) -> ReplayBuffers:
 
 @partial(compiled, quick=True, shared=True)
 def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: int, scratch: ReplayBuffers) -> float:
-    """Return the end of a pipeline's last action; infinite if the schedule deadlocks.
+    """Return the end of a pipeline's last action, or infinity if the schedule deadlocks.
 
     Args:
-        table: for `stages` stages and at least `count` micro-batches.
+        table: schedule of `stages` stages and at least `count` micro-batches.
         scratch: buffers for at least `count` micro-batches.
     """
     work, micro_batch, skip, stage = table

@@ -3,10 +3,10 @@
 A sample is a rank's measured time for one kind of work in one step, divided by the predicted time. Medians are
 computed on the logarithms of the latest samples.
 
-    base of a type     lower median, over its ranks, of each rank's median of forwards and backwards
-    straggler          a rank whose median exceeds the base by more than a tenth and more than four standard errors
-    factor of a kind   median of all samples of the type's ranks except stragglers, between 1/4 and 4
-    rate of a rank     a straggler's median divided by the base
+    base of a type     lower median of its ranks' medians, each over forwards and backwards
+    straggler          rank whose median exceeds the base by more than a tenth and more than four standard errors
+    factor of a kind   median of the samples of a type's ranks except stragglers, limited to 1/4 to 4
+    rate of a rank     straggler's median divided by the base
 
 Stragglers within a tensor-parallel stage are not identified.
 """
@@ -141,7 +141,7 @@ class Corrections:
 
 
 def corrected(profile: Profile, corrections: Corrections, type_: str | None = None) -> Profile:
-    """Return a profile with corrected times; for transfers, `Costs` corrects the bytes instead.
+    """Return a profile with corrected times of computation, update and commit.
 
     Args:
         type_: device type; None: all.

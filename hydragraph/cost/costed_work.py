@@ -48,7 +48,6 @@ class CostedWork:
         self._moved: dict[object, Transfers] = {}
 
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
-        """See `Priced`; cached by template."""
         template = AUX if block == "aux" else self._templates[block]
         key = (op, template, tuple(ranks), tuple(micro_batches))
         if key not in self._computed:
@@ -69,7 +68,7 @@ class CostedWork:
             max(rate * self._seconds(name, stage.kind, template, op, batch) for name, rate in kinds)
             for batch in batches
         ]
-        # Datasheet times exclude tensor-parallel sums, so these are added.
+        # Datasheet times exclude tensor-parallel sums.
         if len(ranks) > 1 and block != "aux":
             at = costs.outline.index[block]
             role = stage.roles[0]
@@ -96,7 +95,6 @@ class CostedWork:
         return moved / min(costs.cluster.devices[rank].host_bytes_per_s for rank in ranks)
 
     def moved(self, op: Op, bucket: str) -> Transfers:
-        """See `Priced`; equal buckets share the returned object."""
         costs = self._costs
         stages = self.users.get((op, bucket), ())
         weights = self._buckets[bucket_of(bucket)]
@@ -114,7 +112,6 @@ class CostedWork:
         return self._moved[key]
 
     def handed_on(self, bucket: str) -> Transfers:
-        """See `Priced`; buckets with the same home share the returned object."""
         costs = self._costs
         weights = self._buckets[bucket_of(bucket)]
         # Only the last push of a streamed bucket sends the sums to second owners.
@@ -163,6 +160,6 @@ class CostedWork:
         return rate * norm * costs.owned(rank, learning=True) / costs.home.copies
 
     def handling(self, rank: int) -> float:
-        """See `Priced`; a lost rank counts as healthy."""
+        """Return a rank's rate; 1 if the rank is lost."""
         rate = self._costs.health.rate(rank)
         return rate if math.isfinite(rate) else 1.0

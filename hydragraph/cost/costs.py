@@ -5,9 +5,9 @@ and update add (`fixed`).
 
 Formulas of the papers -> functions:
 
-    AutoHet, T*: slowest pipeline, plus synchronization           `Costs.seconds`: the exact schedule, plus `fixed`
-    Malleus, y: a stage's seconds on its slowest rank             `Pricing.stages`, with the rank's `rate`
-    Malleus, a stage's memory limit                               `Costs.max_len`, from `rank_memory.Walk`
+    AutoHet, T*: slowest pipeline, plus synchronization           `Costs.seconds`
+    Malleus, y: a stage's seconds on its slowest rank             `Pricing.stages`
+    Malleus, a stage's memory limit                               `Costs.max_len`
     Hydraulis, section 5.2, slices that pull and push exchange    `CostedWork.moved`
 """
 
@@ -57,7 +57,7 @@ class Costs(Pricing):
     Args:
         profile: measurements of the model on every device type of the cluster.
         health: health of the ranks; None: the health in `corrections`.
-        home: owners of the state, or a rule that chooses them for each strategy (`of_strategies`); None: the rule
+        home: owners of the state, or a rule that chooses owners for each strategy (`of_strategies`); None: the rule
             "auto". `home.nodes` defaults to the cluster's nodes.
         blocks: exact memory from compiled graphs; None: linear functions from the profile.
         state_bytes: bytes of weight and optimizer state per trained element.
@@ -94,11 +94,11 @@ class Costs(Pricing):
         names = ("profile", "cluster", "health", "home", "state_bytes", "corrections", "push_itemsize")
         return {name: getattr(self, name) for name in names} | {"blocks": self._given_blocks}
 
-    def __reduce__(self) -> tuple[Any, ...]:  # caches stay behind
+    def __reduce__(self) -> tuple[Any, ...]:  # without caches
         return partial(Costs, **self._arguments), ()
 
     def changed(self, **changes: Any) -> Costs:
-        """Return costs with some arguments of `Costs` replaced; None: unchanged."""
+        """Return costs with some arguments of `Costs` replaced; None replaces nothing."""
         changes = {name: value for name, value in changes.items() if value is not None}
         costs = Costs(**self._arguments | changes)
         alike = costs.ranks == self.ranks and tuple(costs.cluster.types) == tuple(self.cluster.types)
@@ -109,7 +109,7 @@ class Costs(Pricing):
         return costs
 
     def of_ranks(self, ranks: Sequence[int], home: Home) -> Costs:
-        """Return costs under `home` for only these ranks, renumbered in the given order."""
+        """Return costs of a subset of ranks under `home`, with ranks renumbered in the given order."""
         return self.changed(cluster=self.cluster.of_ranks(ranks), health=self.health.of_ranks(ranks), home=home)
 
     def reordered(self, ranks: Sequence[int]) -> Costs:
@@ -118,7 +118,7 @@ class Costs(Pricing):
         return self.changed(cluster=cluster, health=self.health.of_ranks(ranks), home=self.home.reordered(ranks))
 
     def of_strategies(self, *strategies: Strategy, tokens: int | None = None) -> Costs:
-        """Return costs under the owners that `home.rule` chooses for the strategies; without a rule, return self.
+        """Return costs with the home that `home.rule` chooses for the strategies, or self if there is no rule.
 
         Args:
             tokens: size of the largest micro-batch, for which memory is reserved; default: the fewest tokens that use a
@@ -233,13 +233,13 @@ class Costs(Pricing):
         return self._longest.beside(strategy, tokens)
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return the seconds of an iteration, by simulation if stages stream or offload."""
+        """Return the seconds of an iteration, simulated if any stage is streamed or offloaded."""
         if strategy.streams or strategy.offloads:
             return self.simulate(strategy, assignment).seconds
         return self.pipelines_end(strategy, assignment) + self.fixed(strategy)
 
     def pipelines_end(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return the seconds until the slowest pipeline ends, without `fixed`; simulated if stages are shared."""
+        """Return the seconds until the slowest pipeline ends, without pull, push, commit and update."""
         if strategy.shares:
             return self._computing_s(strategy, assignment.counts, self.work(strategy, assignment))
         ends = [
@@ -252,7 +252,7 @@ class Costs(Pricing):
     def fixed(self, strategy: Strategy) -> float:
         """Return the seconds that pull, push, commit and update add to an iteration.
 
-        Because computation hides part of the traffic, this is simulated, with two micro-batches per stage.
+        The seconds are simulated with two micro-batches per stage, because computation hides part of the traffic.
         """
         if self.home.rule is not None:
             return self.of_strategies(strategy).fixed(strategy)
@@ -315,5 +315,5 @@ class Costs(Pricing):
         return tuple(self.walk(strategy, batches, rank).peak() for rank in range(self.ranks))
 
 
-# Other costs or owners of the state do not change a strategy's instructions.
+# Instructions do not depend on costs or on owners of the state.
 _actors = lru_cache(maxsize=8)(stage_actors)

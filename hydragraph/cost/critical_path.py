@@ -28,7 +28,7 @@ SHOWN = 12  # maximum printed steps
 
 @dataclass(frozen=True)
 class PathStep:
-    """A step of the critical path.
+    """Step of the critical path.
 
     Attributes:
         kind: "computing", "pulling weights", ...

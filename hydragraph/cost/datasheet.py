@@ -1,9 +1,9 @@
 """Profiles from datasheets: a model's operations and bytes, divided by fractions of a device's peak rates.
 
-In the forward, multiplying T tokens by a weight of P elements takes 2 P T operations. Attention over L tokens with H
-heads of size D takes 4 L^2 H D operations, or 4 q(L) H D with a window or chunks (`cost.reach`); causal attention
-takes half as many. The backward takes twice as many operations as the forward (for frozen weights, as many).
-Tensor-parallel sums are priced separately. Kernels follow a roofline (`Roofline`) unless `efficiency` is given.
+A forward that multiplies T tokens by a weight of P elements takes 2 P T operations. Attention over L tokens with H
+heads of size D takes 4 L^2 H D operations, or 4 q(L) H D with a window or chunks (`cost.reach`). Causal attention takes
+half as many. A backward takes twice as many operations as the forward, or as many for frozen weights. Tensor-parallel
+sums are priced separately. Kernels follow a `Roofline` unless `efficiency` is given.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Roofline:
         attention: speed of attention, relative to large matrix products (`spec.known_devices`).
         half: size of a dimension (such as the token count) at which matrix products reach half speed; fitted by
             `benchmarks/published_runs.py --fit`.
-        memory: fraction of the bandwidth that element-wise operators reach; assumed, like `launch_s`.
+        memory: assumed fraction of the bandwidth that element-wise operators reach.
+        launch_s: assumed seconds per launch.
     """
 
     attention: float = 0.8
@@ -80,8 +81,8 @@ def datasheet(
     Args:
         efficiency: fraction of `flops_per_s` that all operations reach, in (0, 1]; None: use `ROOFLINE`.
         degrees: tensor-parallel degrees; default: all that divide the numbers of heads.
-        compiled: like `passes.variants.Variants.get`, returns a block's graphs, for its memory; None: the profile
-            contains no memory.
+        compiled: function that returns a block's graphs (`passes.variants.Variants.get`); None: the profile contains
+            no memory.
     """
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ValueError(f"'efficiency' is {efficiency}: give a fraction of the peak FLOP/s, above 0 and at most 1")
@@ -194,8 +195,8 @@ class Operations:
         attention: operations per unit of q(l), by `AttentionReach`.
         products: (uses per token, n, k) of each weight [n, k].
         during_sums: for each tensor-parallel sum in the backward, products whose weight gradients are computed
-            during it.
-        before_sums: for each sum (forward first), the products whose results the sum adds up over the ranks.
+            during the sum.
+        before_sums: for each tensor-parallel sum (forward first), products whose results the sum adds up.
         frozen_products: the part of `products` whose weights are frozen.
     """
 
@@ -221,7 +222,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
     by_weight: dict[fx.Node, Product] = {}
     places = {node: i for i, node in enumerate(graph.nodes)}
     entered = [i for node, i in places.items() if node.target is communicate and node.args[1] == "enter"]
-    during_sums: list[list[Product]] = [[] for _ in range(len(entered) + 1)]  # the first list: before any sum
+    during_sums: list[list[Product]] = [[] for _ in range(len(entered) + 1)]  # first list: before any sum
     parameters = 0
     frozen = 0
     frozen_products: list[Product] = []
