@@ -1,12 +1,12 @@
-"""Event simulation of each actor's instructions: when they begin and end.
+"""Simulation of the times at which each actor's instructions begin and end.
 
-The clock is the end time of the last transfer (`cost.shared_ports`). A computation is timed as soon as the ends
-of its inputs are known, even if they are later than the clock. No event begins earlier than the clock.
+Transfers end in order of time (`cost.shared_ports`). A computation's times are computed once the ends of its inputs
+are known, even if these ends are in the simulated future.
 
     a, b    actors, by number (`cost.actors`)
     i       an instruction of an actor's program
     queue   pulls, pushes, sends, copies (to or from the host) or computations: one at a time, in the program's order
-    hand    queue for the second half of a push, from first to second owners; the next push does not wait for it
+    hand    queue that sends pushed sums from first to second owners; later pushes do not wait for this queue
     ready   when an instruction can begin
     cause   the instruction that another instruction waited for last
 
@@ -71,7 +71,7 @@ class _EventQueue:
 
     Attributes:
         next: position of the first transfer that has not begun.
-        free: when the previous transfer ended; UNKNOWN while it is in flight.
+        free: end of the previous transfer, or UNKNOWN during this transfer.
         before: the previous transfer, or -1.
     """
 
@@ -85,8 +85,9 @@ class _Progress:
     """Progress of one actor.
 
     Attributes:
-        at, clock, latest: position in the queue of computations, when the previous computation ended, and its index.
-        summed: push -> when second owners can receive its sums.
+        at: position in the queue of computations.
+        clock, latest: end and index of the previous computation.
+        summed: push -> when its first owners have the sums.
         open: number of transfers that have not ended.
         other: end and index of the transfer that ended last.
     """
@@ -247,7 +248,7 @@ class EventSimulation:
 
     def _begin(self, own: _Progress, i: int, ready: float, cause: tuple[int, int], seconds: float, used: Used) -> None:
         times = own.times
-        if i in own.summed:  # the time between the two halves of a push counts as transfer
+        if i in own.summed:  # time between the halves of a push counts as transfer
             times.alone[i] += ready - own.summed[i] + seconds
         else:
             times.begin[i] = ready

@@ -32,8 +32,8 @@ def elements_sent(
 def transfers(sent: Ints, itemsize: float, cluster: Cluster) -> Transfers:
     """Return the messages of an exchange in which ranks send `sent` elements [ranks, ranks].
 
-    If every rank sends the same number of bytes to every other rank, across nodes, the exchange is a collective, for
-    which NCCL and gloo use one ring per network card.
+    If every rank sends equally many bytes to every other rank on several nodes, the exchange is a collective, which
+    NCCL and gloo run along one ring per network card.
     """
     # numpy finds the few nonzero entries six times as fast in a flat boolean array.
     at = np.flatnonzero(sent != 0)

@@ -21,8 +21,8 @@ class HalvesFootprint:
 
     Attributes:
         first, second: peak of the values that each half creates, including results.
-        postponed: values that the input half computes or saves for the weight half.
-        keeps: which of "hidden", "aux", "output" and "tangent" the weight half needs; not in `postponed`.
+        postponed: values that the first half computes or saves for the second half.
+        keeps: which of "hidden", "aux", "output" and "tangent" the second half needs; not in `postponed`.
     """
 
     first: int
@@ -62,6 +62,6 @@ class Footprint:
 
     @property
     def halves_estimate(self) -> HalvesFootprint:
-        """Upper estimate, as if the input half saved everything that it reads and computes."""
+        """Upper bound for a backward whose first half saves all that it reads and computes."""
         both = self.saved + self.backward
         return HalvesFootprint(both, self.backward, both, self.keeps | {"tangent"})

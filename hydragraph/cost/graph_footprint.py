@@ -1,4 +1,4 @@
-"""Memory of a block's compiled graphs for a micro-batch; each storage counts once."""
+"""Memory of a block's compiled graphs for a micro-batch, with each storage counted once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def halves_footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch)
 
 
 def _origins(variant: Variant, sizes: TracedSizes) -> dict[int, str]:
-    """Return the name in `Footprint.keeps` of each storage of inputs ("" for weights and buffers) and of the output."""
+    """Return, by storage of the inputs and the output, a name in `Footprint.keeps`, or "" for weights and buffers."""
     inputs = zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True)
     kinds = {name: "hidden" if name == "hidden" else "aux" if name[:6] == "other." else "" for name in variant.inputs}
     origins = {key: kinds[name] for name, node in inputs for key in sizes.storages(node)}
@@ -128,7 +128,7 @@ class TracedSizes:
 
     Attributes:
         tokens: symbol of the token count.
-        factor: the micro-batch's tokens divided by the trace's.
+        factor: tokens of the micro-batch, divided by tokens of the trace.
         bounds: length of cu_seqlens.
     """
 
@@ -156,7 +156,7 @@ class TracedSizes:
         return {key: self._bytes(form) for key, form in storages_of(node)}
 
     def within(self, node: fx.Node) -> int:
-        """Return the temporary bytes inside a fused head; 0 for other nodes."""
+        """Return the temporary bytes of a fused head, or 0."""
         operands = head_operands(node)
         if operands is None:
             return 0
@@ -174,7 +174,7 @@ class TracedSizes:
 
 
 def most_alive(graph: fx.GraphModule, sizes: TracedSizes) -> int:
-    """Return the peak bytes of the values that a graph creates; results are not freed."""
+    """Return the peak bytes of the values that a graph creates, including results."""
     lives = _lives_of(graph, sizes.tokens)
     value_bytes = np.rint(lives.constant * sizes.factor**lives.tokens * float(sizes.bounds) ** lives.bounds)
     change = np.zeros(lives.nodes + 1)
@@ -190,7 +190,7 @@ def most_alive(graph: fx.GraphModule, sizes: TracedSizes) -> int:
 
 @dataclass(frozen=True)
 class _Lives:
-    """Lifetimes of a graph's storages; each has constant * Sizes.factor^tokens * Sizes.bounds^bounds bytes."""
+    """Lifetimes of storages, each of constant * `sizes.factor`^tokens * `sizes.bounds`^bounds bytes (`TracedSizes`)."""
 
     nodes: int
     begin: npt.NDArray[np.int64]

@@ -1,13 +1,13 @@
-"""Candidate owners of one bucket, as fractions by rank that add up to 1.
+"""Candidate owners of one bucket, as fractions of the bucket by rank.
 
 A stage of t ranks needs 1 / t of the bucket on each rank. The candidates are:
 
     by need   the fractions that ranks need under one strategy, or on average
     groups    equal fractions for one stage's ranks, or for the intersection or union of two strategies' ranks
     all       equal fractions for all ranks
-    subsets   every set of ranks, for at most `FEW` ranks
+    subsets   equal fractions for every set of ranks, for at most `FEW` ranks
 
-A rank's fraction is then multiplied by its ability, `Home.shares` / `Health.rates`. A second copy is on another node.
+Fractions are multiplied by the rank's ability, `Home.shares` / `Health.rates`. A second copy is on another node.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ owners. If strategy s has frequency w_s, choose
 
     x_b = argmin  e_b(x),   e_b(x) = sum_s w_s (p_s(x) + q_s(x) + h_s(x))
 
-and among equal candidates the one that moves the fewest bytes, then the one whose largest fraction is smallest.
-Exchanges run one after another, so owners are chosen separately for each bucket. If the chosen ranks do not have enough
+Of candidates with equal e_b, choose one that moves the fewest bytes, then one whose largest fraction is smallest.
+Exchanges run one after another, so owners are chosen separately for each bucket. If these owners do not have enough
 memory, a linear program chooses the owners of all buckets (`cost.home_room`).
 """
 
@@ -47,7 +47,7 @@ class HomeQuestion:
         home: home whose shares, nodes, copies and fixed buckets are kept.
         itemsize, push_itemsize: bytes of a pulled weight and of a pushed gradient.
         weights: frequency of each strategy; None: equal.
-        health: slow ranks own less, and lost ranks own no state.
+        health: slow ranks own less state, and lost ranks none.
         room: number of elements that fit in each rank's memory; None: unlimited.
     """
 
@@ -98,7 +98,7 @@ def choose_home(question: HomeQuestion) -> Home:
 
 
 def expected_s(question: HomeQuestion, home: Home) -> float:
-    """Return the expected seconds of all exchanges under a home: the sum of e_b over the buckets."""
+    """Return the expected seconds of all exchanges under a home, the sum of all e_b."""
     choice = _Choice(replace(question, home=home))
     total = 0.0
     for bucket_class in choice.classes(without=()):
@@ -130,7 +130,7 @@ class _Choice:
 
     @property
     def usual(self) -> tuple[float, ...] | None:
-        """The home's shares, with 0 for lost ranks, for buckets that no stage uses; None: equal."""
+        """Shares for buckets that no stage uses, 0 for lost ranks; None: equal shares."""
         shares = self._question.home.shares
         if not self._question.health.lost:
             return None if shares is None else tuple(shares)

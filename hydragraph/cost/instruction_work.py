@@ -19,10 +19,10 @@ NOTHING = Transfers(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 class InstructionCosts(Protocol):
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
-        """Return a stage's seconds for a block's forward or unsplit backward, for each micro-batch.
+        """Return the seconds of a block's forward or unsplit backward for each micro-batch.
 
         Args:
-            micro_batches: indices of all of the stage's micro-batches (`ir.rank_program.Role`).
+            micro_batches: indices of all micro-batches of the stage (`ir.rank_program.Role`).
         """
 
     def copying(self, block: str, ranks: Sequence[int], micro_batch: int) -> float:
@@ -52,7 +52,7 @@ Part = Literal["computing", "pull", "push", "messages", "ending"]
 
 
 class ExcludedCosts:
-    """Costs of instructions, some of them set to 0; "ending" stands for commit and update."""
+    """Costs of instructions, with the costs of `parts` set to 0 ("ending": commit and update)."""
 
     def __init__(self, work: InstructionCosts, *parts: Part) -> None:
         self._work = work
@@ -64,7 +64,6 @@ class ExcludedCosts:
         return self._work.computing(op, block, ranks, micro_batches)
 
     def copying(self, block: str, ranks: Sequence[int], micro_batch: int) -> float:
-        """See `InstructionCosts`; copies belong to "computing"."""
         return 0.0 if "computing" in self._parts else self._work.copying(block, ranks, micro_batch)
 
     def moved(self, op: Op, bucket: str) -> Transfers:

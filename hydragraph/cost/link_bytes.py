@@ -51,13 +51,13 @@ class Traffic:
 
     @property
     def most(self) -> int:
-        """The most bytes that one rank sends or receives."""
+        """Maximum bytes that one rank sends or receives."""
         loads = (np.bincount(at, self.size) for at in (self.src, self.dst) if len(at))
         return int(max((load.max() for load in loads), default=0))
 
 
 def traffic(program: Program, placed: Sequence[BucketLayouts], direction: Direction) -> Traffic:
-    """Return the traffic of pulling all buckets (compute dtype), or of pushing trained buckets to all owners (fp32)."""
+    """Return the traffic of pulling all buckets in the compute dtype, or of pushing trained buckets in fp32."""
     return moved(placed, direction, program.dtype.itemsize)
 
 

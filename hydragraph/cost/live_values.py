@@ -22,10 +22,10 @@ class LiveValues:
         return value in self._values
 
     def add(self, value: str, part: str, size: int, *shared: str, named: Container[str] | None = None) -> None:
-        """Add a live value with its own storage; it also keeps the storages of `shared` values alive.
+        """Add a live value that has its own storage and keeps the storages of `shared` values alive.
 
         Args:
-            named: keep only those storages of `shared` that these values allocated; None: all.
+            named: keep only storages that these values allocated; None: all.
         """
         self._sizes[part, value] = size
         kept = (s for other in shared for s in self._values.get(other, ()) if named is None or s[1] in named)

@@ -1,7 +1,7 @@
 """Maximum tokens of a micro-batch that fits in every rank's memory.
 
-A `rank_memory.Walk` is slow, so an inner stage is skipped if an earlier one of its kind runs the same blocks (and
-perhaps more) with no more free memory: what fits there also fits on the skipped stage.
+An inner stage is skipped if an earlier stage of the same kind runs at least the same blocks with at most the same free
+memory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class LongestMicroBatch:
         return most
 
     def _deciding(self, pipeline: Pipeline) -> Iterator[tuple[int, int]]:
-        """Yield (stage position, rank) pairs; if a micro-batch fits on these, it fits on all ranks."""
+        """Yield the (stage position, rank) pairs that decide whether a micro-batch fits on all ranks."""
         spans = self._costs.spans(pipeline)
         contents = [self._contents(*span) for span in spans]
         looked: list[tuple[object, Counter[object], float]] = []
@@ -129,7 +129,7 @@ class LongestMicroBatch:
         stage = pipeline.stages[at]
         together: tuple[Pipeline, ...] = (pipeline,)
         if any(shares := self._own_shares(stage, self._costs.spans(pipeline)[at])):
-            # On their owners, weights and gradients need no more memory, unless other stages also push gradients there.
+            # Weights and gradients need no more memory on their owners, unless other stages push to these owners.
             if strategy is not None:
                 together += tuple(p for p in strategy.pipelines if stage not in p.stages)
             form = (*form, shares, stage.devices.index(rank), tuple(p.shape for p in together[1:]))

@@ -1,6 +1,6 @@
 """Measured constants of a model: micro-batch times and memory limits (Hydraulis, section 6).
 
-T(l, P): seconds of l tokens in scheme P  `Profile.seconds`
+T(l, P): seconds of l tokens in scheme P  `Profile.constants`
 T of a packed micro-batch                 `PipelineCost.micro_batch_seconds`
 MaxLen(P): most tokens (Appendix B.1)     `Profile.max_len`
 UtilLen(P): fewest useful tokens          `Profile.util_len`

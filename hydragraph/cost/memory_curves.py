@@ -9,7 +9,7 @@ from hydragraph.cost.rank_memory import MemoryCurve, MemoryWalk, exchange_name
 from hydragraph.cost.timeline import LazySequence, SimulatedSpan, Timeline
 from hydragraph.ir.instruction import Op, Stream
 
-# (rank, exchanges that ended before each instruction: `MemoryWalk.over`) -> the rank's walk.
+# Returns a rank's walk, given the rank and `over` (see `MemoryWalk`).
 WalkOf = Callable[[int, Mapping[int, Sequence[str]]], MemoryWalk]
 
 

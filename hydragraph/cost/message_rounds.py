@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 
 
 class LinkTable(NamedTuple):
-    """Links from nodes of kind a to kind b: within a node at index 2 (a K + b), between nodes at the next index.
+    """Links from nodes of kind a to kind b, at index 2 (a K + b) within a node, else at the next index.
 
     Attributes:
         node, kind, card: each rank's node, node kind and network card [R].
@@ -41,7 +41,7 @@ class LinkTable(NamedTuple):
 
 @compiled
 def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return each message's seconds without latency [M], its seconds on a card [M], and each rank's seconds [R].
+    """Return messages' seconds without latency [M], messages' seconds on a card [M], and ranks' seconds [R].
 
     Args:
         src, dst: ranks [M].
@@ -72,7 +72,7 @@ def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floa
             leave[card[a]] += filling[i]
             enter[card[b]] += filling[i]
     rank_s = np.maximum(sent, received)
-    # A card sends and receives simultaneously; all messages of its ranks to other nodes share it.
+    # A card sends and receives simultaneously, and carries all messages of its ranks to other nodes.
     for i in range(count):
         a, b = src[i], dst[i]
         if node[a] != node[b]:

@@ -1,4 +1,4 @@
-"""Order of a pipeline's micro-batches, and its duration on equal stages."""
+"""Order of a pipeline's micro-batches, and their duration on equal stages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def largest_in_middle(costs: Floats) -> Ints:
 
 
 def pipeline_seconds(costs: Sequence[float], stages: int, schedule: str = DEFAULT_SCHEDULE) -> float:
-    """Return the seconds until micro-batches in this order end on equal stages.
+    """Return the seconds that a sequence of micro-batches takes on equal stages.
 
     Args:
         costs: each micro-batch's seconds on one stage.

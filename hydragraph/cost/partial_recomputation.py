@@ -3,8 +3,8 @@
     b    the memory budget
     s    fraction of full recomputation's operations that the block repeats; without graphs, 1 - b
 
-The backward takes longer by s times the seconds that full recomputation adds. These seconds exclude attention, because
-its results are always saved. The block saves the fraction b of the bytes that it saves without recomputation.
+The backward takes longer by s times the seconds that full recomputation adds, without attention, whose results are
+always saved. The block saves the fraction b of the bytes that it saves without recomputation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Maximum number of tokens that fit in a rank's memory.
 
-As a function of the tokens, the peak is a maximum of linear functions and therefore convex, so Newton's method
-converges to the unique answer. The peak is evaluated at multiples of a step that every tensor-parallel degree divides.
+Peak memory is a maximum of linear functions of the tokens and therefore convex, so Newton's method converges to the
+unique answer. The peak is evaluated at multiples of a step that every tensor-parallel degree divides.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PeakMemory:
         return self._at(max(self._step, math.ceil(tokens / self._step) * self._step))
 
     def most(self, limit: float) -> int:
-        """Return the most tokens that fit in `limit` bytes; 0 if no full step fits or tokens need no memory."""
+        """Return the maximum tokens that fit in `limit` bytes; 0 if less than a step fits or tokens need no memory."""
         if self._at(self._step) > limit:
             return 0
         tokens = 0.0
@@ -44,7 +44,7 @@ class PeakMemory:
             before = at
             at = max(self._step, math.floor(tokens / self._step) * self._step)
             behind = at + self._step
-            # If the next step is on the same line, convexity rules out a bend before the answer.
+            # The peak is convex, so the answer is exact if the next step is on the line.
             if at == before or abs(self._at(behind) - (limit + slope * (behind - tokens))) <= 1:
                 break
         self._start = at

@@ -1,4 +1,4 @@
-"""Costs on a cluster: stage times, the ranks' state, and memory walks."""
+"""Costs on a cluster: times of stages, and memory of ranks."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Pricing:
         return f"computation {'as measured' if self.measured else 'is not measured'}: {what}"
 
     def error_of(self, *strategies: Strategy) -> str:
-        """Describe the mean error on published runs; "" if computation was measured."""
+        """Describe the predictions' mean error on published runs; "" if computation was measured."""
         if self.measured or not strategies:
             return ""
         if not all(profile.roofline for profile in self.profiles):
@@ -129,7 +129,7 @@ class Pricing:
         return rate
 
     def link(self, a: int, b: int) -> Interconnect:
-        """Return the link between two ranks; a slow rank increases its latency."""
+        """Return the link between two ranks, with a higher latency for slow ranks."""
         return self.cluster.link(a, b).handled(max(self.rate(a), self.rate(b)))
 
     def slowest_link(self, ranks: Sequence[int], size: float) -> Interconnect:
@@ -211,7 +211,7 @@ class Pricing:
         return StageCost(tuple(forwards), tuple(backwards), tuple(aux), self.rings(stage, span), ahead, back)
 
     def _learning(self, span: tuple[int, int]) -> tuple[int, int]:
-        """Return the part of a span that runs a backward; frozen blocks before the first trained block run none."""
+        """Return the part of a span that runs a backward, which excludes blocks before the first trained block."""
         return max(span[0], self.outline.lowest), span[1]
 
     def _blocks(self, stage: Stage, span: tuple[int, int]) -> list[BlockPiece]:
@@ -219,7 +219,7 @@ class Pricing:
         return [pieces[template] for template in self.profile.blocks[slice(*span)]]
 
     def rings(self, stage: Stage, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
-        """Return the all-reduces of hidden states in forward and backward, which the curves exclude; None: no sums."""
+        """Return the tensor-parallel sums in a stage's forward and in its backward, or None."""
         if stage.tp == 1:
             return None
         blocks = self._blocks(stage, span)

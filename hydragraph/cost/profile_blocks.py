@@ -15,7 +15,7 @@ class ProfileBlocks:
     """Approximate memory of blocks, with the interface of `CompiledBlocks`.
 
     Args:
-        types: device types; a block needs the same memory on all of them.
+        types: device types, on all of which a block needs equal memory.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ProfileBlocks:
         return lines is not None and lines.added
 
     def repeated(self, block: str, kind: StageKind) -> float:
-        """See `CompiledBlocks`; without graphs, operations are assumed to be proportional to memory."""
+        """Estimate repeated operations by the fraction of memory that is not saved."""
         return 1.0 - kind.recompute
 
     def aux_bytes(self, batch: MicroBatch) -> int:
