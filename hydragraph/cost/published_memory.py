@@ -10,7 +10,7 @@
 Hydraulis's formulas -> functions, for the first stage, which needs the most memory:
 
     layers H^2 B (alpha / N + (1 - alpha) / (PP TP)), and the same for the embedding    `MemoryModel.states_bytes`
-    (layers / PP) (l H / TP) A per micro-batch, with PP of them in flight: per token  `MemoryModel.token_bytes`
+    (layers / PP) (l H / TP) A for each of PP micro-batches in flight, divided by l   `MemoryModel.token_bytes`
     MaxLen(P), the length l that fills the device's memory minus a margin             `MemoryModel.max_len`
 """
 

@@ -47,7 +47,7 @@ class Memory:
 
     Attributes:
         home_weights, optimizer_state, home_gradients: the rank's share of the state, in fp32.
-        weights, gradients: those of the rank's stage.
+        weights, gradients: weights and gradient sums of the rank's stage.
         activations: mini-batch, hidden states and values saved for backwards.
         working: temporary values of a block's graph.
         messages: copies for sending, and received data not yet summed.
@@ -93,12 +93,12 @@ class MemoryCurve:
 
 
 def batch_bytes(own: int, every: int) -> int:
-    """Return a mini-batch's bytes: ids, positions and labels of a rank's tokens, and shifted labels of all tokens."""
+    """Return the bytes of ids, positions and labels of a rank's tokens, and of shifted labels of all tokens."""
     return INTEGER_BYTES * (3 * own + every)
 
 
 def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) -> int | None:
-    """Return how many micro-batches decide a stage's peak, to which further ones add only token ids; None: all do.
+    """Return how many micro-batches decide a stage's peak memory; None: all.
 
     The first stage stores the micro-batches in flight and one returning gradient. A later stage stores the
     micro-batches in flight, the next hidden state and two gradients in transit.
@@ -138,14 +138,14 @@ def _users(
 
 
 class MemoryWalk:
-    """A rank's memory after each instruction of an iteration, as `runtime.executor` runs it.
+    """A rank's memory after each instruction of an iteration.
 
     Args:
         blocks: the blocks' memory, exact or approximate.
         messages: whether to include pulls and pushes, each in flight until an instruction waits for it.
         traffic: layouts of all buckets, reusable for other ranks; default: ranks own equal shares.
         state_bytes: bytes of weight and optimizer state per trained element; default: AdamW's.
-        over: instruction index -> names (`exchange_name`) of pulls and pushes that have ended before it although it
+        over: instruction index -> names (`exchange_name`) of pulls and pushes that end before the instruction, which
             does not wait for them; None: none.
 
     Raises:
@@ -192,7 +192,7 @@ class MemoryWalk:
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> MemoryWalk:
-        """Return a walk through the same program with other micro-batches."""
+        """Return a `MemoryWalk` of the same program with other micro-batches."""
         walk = copy(self)
         walk._begin(micro_batches)
         return walk
@@ -229,7 +229,7 @@ class MemoryWalk:
         return self.curve()[0]
 
     def curve(self) -> tuple[Memory, int, list[int]]:
-        """Return the peak memory, its instruction's index, and the bytes after each instruction."""
+        """Return the peak memory, the index of the peak's instruction, and the bytes after each instruction."""
         at_home = self.at_home
         own = sum(m.tokens for m in self._batches.values())
         self._alive.add("batch", "activations", batch_bytes(own, self._everyones))

@@ -43,7 +43,7 @@ class CostedSchemes:
         return tuple(sorted(range(self._costs.ranks), key=lambda rank: (-self._costs.owned(rank), rank)))
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
-        """Return `Profile.max_len` on the ranks that own the most state; `devices` is ignored."""
+        """Return MaxLen on the ranks that own the most state; `devices` is ignored."""
         return self.pipeline(scheme, devices).max_len
 
     def util_len(self, scheme: Scheme) -> int:
@@ -56,14 +56,14 @@ class CostedSchemes:
         return self._placed(Pipeline(tuple(placed)))
 
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
-        """Return the costs of a strategy's pipelines with these schemes, each on its ranks."""
+        """Return the costs of pipelines on consecutive ranks, one per scheme."""
         return tuple(map(self._placed, self._strategy(schemes).pipelines))
 
     def charge(self, schemes: Sequence[Scheme]) -> float:
         return self._charge(tuple(schemes))
 
     def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
-        """Return 0, because `charge` simulates, which is too slow for a search."""
+        """Return 0, because the simulation in `charge` is slow."""
         return 0.0
 
     def _strategy(self, schemes: Sequence[Scheme]) -> Strategy:
@@ -82,7 +82,7 @@ def schemes_of(
 
     Args:
         profile: profile with blocks or with published constants.
-        home: owners of the state, ignored for published constants; default: equal shares.
+        home: as in `Costs`; ignored for published constants.
     """
     if profile.blocks and profile.device is not None:
         from hydragraph.cost.costs import Costs  # PyTorch is not needed for published constants

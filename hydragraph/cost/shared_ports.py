@@ -19,7 +19,7 @@ Used = tuple[tuple[int, float], ...]  # (resource, fraction of the time)
 
 @dataclass(eq=False, slots=True)
 class Flow:
-    """A transfer that, at time `since`, runs at `rate` times full speed and needs `left` more seconds at full speed."""
+    """Transfer that, at time `since`, runs at `rate` times full speed and needs `left` more seconds at full speed."""
 
     actor: int
     index: int

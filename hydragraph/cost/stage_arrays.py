@@ -4,8 +4,8 @@
     seconds[k, s, r, part]  [K, S, R, 5, 3 + W]  per token^2, per token, per micro-batch, and per `AttentionReach.pairs`
     row[s, part]            [S, 5]               a micro-batch's seconds on each stage's slowest rank
 
-A micro-batch is described by sum l^2, sum l and W sums of `AttentionReach.pairs`. Measured links are approximated
-(`StageTerms.faithful`); `PipelineCost.seconds` is exact.
+A micro-batch is described by sum l^2, sum l and W sums of `AttentionReach.pairs`. The times of links with measured
+points are approximations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StageTerms(NamedTuple):
         reaches: window and chunk [W, 2]; infinite: none.
         stages: number of stages of each kind [K].
         tables: schedule of each kind [K, S, actions].
-        faithful: whether a kind's arrays give exactly `PipelineCost.seconds` [K].
+        faithful: whether a kind's seconds equal `PipelineCost.seconds` [K].
     """
 
     seconds: Floats

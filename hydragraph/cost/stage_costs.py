@@ -19,7 +19,7 @@ Parts = tuple[tuple[float, Constants], ...]  # (count, curve)
 
 @dataclass(frozen=True)
 class Ring:
-    """Tensor-parallel sums that the curves of `StageCost` exclude; each sends 2 (t - 1) messages along a ring.
+    """Tensor-parallel sums, each of which sends 2 (t - 1) messages along a ring.
 
     Attributes:
         ranks: ring size t.
@@ -27,8 +27,8 @@ class Ring:
         link: the slowest link of the ring.
         hidden: seconds per token that overlap with weight gradients; latencies do not overlap.
         pieces: number of pieces that the tokens are split into, summed one after another.
-        beside: (number of sums, seconds per token of the matrix product before each sum). Every piece except the last
-            is summed while the next piece's product is computed.
+        beside: (number of sums, seconds per token of the matrix product before each sum). A piece is summed while the
+            product of the next piece is computed.
     """
 
     ranks: int
@@ -41,7 +41,7 @@ class Ring:
 
     @property
     def exposed(self) -> Ring:
-        """The same sums without overlap with weight gradients."""
+        """Sums without overlap with weight gradients."""
         return replace(self, hidden=0.0)
 
     def slower(self, factor: float) -> Ring:
@@ -99,7 +99,7 @@ class NeighborMessages:
         size = tokens * self.token_bytes * self.part
         total = 0.0
         for link in self.links:
-            # A card's bandwidth limits its messages together.
+            # Messages through one card share its bandwidth.
             together = link.latency_s + self.sharing * size / max(link.bytes_per_s, link.bandwidth(size))
             total += max(link.seconds(size), together)
         return total
@@ -131,7 +131,7 @@ class StageCost:
         return replace(self, forward=forward, backward=backward, aux=aux, rings=rings)
 
     def under(self, schedule: str) -> StageCost:
-        """Return the cost under a schedule; in split backwards, weight gradients run too late to hide sums."""
+        """Return the cost under a schedule. Sums overlap with weight gradients only in whole backwards."""
         if self.rings is None or schedule in WHOLE_BACKWARD:
             return self
         return replace(self, rings=(self.rings[0], self.rings[1].exposed))
@@ -153,7 +153,7 @@ class StageCost:
         return early, one + self.rings[0].seconds(load.tokens), two + self.rings[1].seconds(load.tokens)
 
     def row(self, lengths: Sequence[int]) -> list[float]:
-        """Return the seconds of aux, forward, backward, and of messages ahead and back."""
+        """Return the seconds of aux, forward, backward, and messages to and from the next stage."""
         tokens = sum(lengths)
         return [*self.apart(lengths), *(hop.seconds(tokens) if hop else 0.0 for hop in (self.ahead, self.back))]
 
@@ -185,7 +185,7 @@ def stages_end(
     schedule: str = DEFAULT_SCHEDULE,
     rows: tuple[int, ...] = (),
 ) -> float:
-    """Return the seconds until micro-batches in this order end.
+    """Return the seconds that a sequence of micro-batches takes.
 
     Args:
         rows: row of each stage (`Pipeline.rows`); empty: each stage has its own.

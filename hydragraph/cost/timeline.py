@@ -43,7 +43,7 @@ class SimulatedSpan(NamedTuple):
 
 
 class LazySequence(Sequence[T]):
-    """The values of a function at 0 to `count` - 1, computed at each access."""
+    """Values of a function at 0 to `count` - 1, computed at each access."""
 
     def __init__(self, count: int, of: Callable[[int], T]) -> None:
         self._count = count
@@ -207,10 +207,10 @@ def _waits(instructions: Sequence[Instruction], times: Times) -> dict[Stream, fl
 
 
 def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: InstructionCosts) -> Timeline:
-    """Simulate programs that were lowered rank by rank.
+    """Simulate programs, one per rank.
 
     Args:
-        programs: one per rank, verified by `hydragraph.ir.verify`.
+        programs: programs verified by `hydragraph.ir.verify`.
 
     Raises:
         ValueError: the numbers of ranks and devices differ, programs of a stage differ, or programs never end.

@@ -1,7 +1,7 @@
 """Traces of real and simulated iterations, in the Trace Event Format.
 
-A slice has a short name, such as "send h2.0 to rank 3". Its category is the operation, and its arguments include the
-instruction. Free instructions have no slice.
+A slice has a short name, such as "send h2.0 to rank 3", the operation as category, and the instruction as an argument.
+Free instructions have no slice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hydragraph.spec.assignment import Assignment
 
 
 class TraceEvent(NamedTuple):
-    """A span of time on one rank, in seconds."""
+    """Span of time on one rank, in seconds."""
 
     step: int
     stream: str
@@ -29,7 +29,7 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A traced iteration that can be simulated.
+    """Traced iteration that can be simulated.
 
     Attributes:
         seconds: step time on rank 0, without waiting for a plan.
@@ -43,7 +43,7 @@ class TracedStep:
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace of a real run; `ranks` has each rank's events of all steps."""
+    """Trace of a real run; `ranks` has each rank's events of all steps."""
 
     steps: tuple[TracedStep, ...]
     ranks: tuple[tuple[TraceEvent, ...], ...]
@@ -56,7 +56,7 @@ def write_events(per_rank: Iterable[Iterable[TraceEvent]], path: Path, steps: Se
     """Write the events of all ranks, with a process per rank and a thread per stream; times start at 0.
 
     Args:
-        steps: traced steps of a real run; other programs that read the file ignore them.
+        steps: traced steps of a real run, which trace viewers ignore.
     """
     streams = [stream.value for stream in Stream]
     records: list[dict[str, Any]] = []

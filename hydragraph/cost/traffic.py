@@ -58,7 +58,7 @@ class ExchangeTimes:
 
     Attributes:
         seconds: time of each group without other traffic, 0 if the group takes no part [G].
-        partners: whether two groups exchange data [G, G]; on the diagonal, whether a group takes part.
+        partners: whether two groups exchange data [G, G]; on the diagonal, whether a group exchanges any.
         occupied: (resource, fraction of `seconds`) pairs of each group.
     """
 
@@ -80,7 +80,7 @@ class RankLinks:
 
     Args:
         group: group of each rank [R].
-        handling: factor by which each rank multiplies the latency of messages [R].
+        handling: factor of each rank's latency [R].
     """
 
     def __init__(self, cluster: Cluster, group: Ints, handling: Floats | None = None) -> None:
@@ -178,7 +178,7 @@ class RankLinks:
         return tuple(map(tuple, used))
 
     def message(self, pairs: tuple[Pair, ...], size: float) -> tuple[float, tuple[tuple[int, float], ...]]:
-        """Return the seconds of equal, concurrent messages in disjoint pairs, and each resource's busy part."""
+        """Return the seconds of concurrent messages of `size` bytes, and the busy fraction of each resource."""
         seconds = 0.0
         used: dict[int, float] = {}
         for link, ports, cards in self._ways(pairs):

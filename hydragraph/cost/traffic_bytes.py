@@ -18,11 +18,12 @@ HomeOf = Callable[[Bucket], Layout]
 
 @dataclass(frozen=True)
 class MessageBytes:
-    """Bytes of a bucket's exchange on one rank: copies for sending, and received data.
+    """Bytes that a bucket's pull or push needs on one rank.
 
     Attributes:
-        outgoing, incoming: bytes of pulled weights, or of gradients on their way to first owners.
-        handed: outgoing and incoming bytes of gradients on their way from first to second owners.
+        outgoing: copies for sending.
+        incoming: received data.
+        handed: copies and received data of sums that first owners send to second owners.
     """
 
     outgoing: int
@@ -31,7 +32,7 @@ class MessageBytes:
 
 
 class BucketTraffic:
-    """Layouts of a bucket's owners and users, and the bytes that its exchanges need."""
+    """Layouts of a bucket on its owners and on stages, and bytes of its pulls and pushes."""
 
     def __init__(self, owners: Layout, users: Layout) -> None:
         self.owners = owners
@@ -67,7 +68,7 @@ class BucketTraffic:
         return MessageBytes(copied * itemsize, incoming)
 
     def pulled_bytes(self, rank: int, itemsize: int) -> int:
-        """Return the bytes of pulled weights outside the home shard; see `pulled`."""
+        """Return the bytes of pulled weights outside the home shard."""
         size = self.users.local_size(rank)
         if itemsize == WEIGHT_BYTES and self._weights_stay:
             sends, receives = copy(self.owners, self.users, rank).of(rank)
@@ -83,7 +84,7 @@ class BucketTraffic:
         return _same(sends, self.users.local_size(rank), receives, self.owners.local_size(rank))
 
     def pushed(self, rank: int, itemsize: int = GRADIENT_BYTES) -> MessageBytes:
-        """Return the bytes of messages for pushing gradients; see `pulled`."""
+        """Return the bytes of messages for pushing gradients."""
         if self._sums_stay and not len(self.owners.second.rank):
             return MessageBytes(0, 0)
         sends, receives = reduce(self.users, self.owners, rank).of(rank)
@@ -99,10 +100,10 @@ class BucketTraffic:
 
 
 class HomeTraffic:
-    """Traffic of all buckets under one home; buckets with equal layouts share a `BucketTraffic`.
+    """Traffic of all buckets under one home.
 
     Args:
-        home_of: returns the owners of a bucket; buckets with equal owners share one object.
+        home_of: function that returns a bucket's owners, one object for equal owners.
     """
 
     def __init__(self, home_of: HomeOf) -> None:
