@@ -66,7 +66,7 @@ class AdamWSettings:
 
     @property
     def torch_options(self) -> dict[str, Any]:
-        """Arguments of PyTorch's functions."""
+        """Arguments of PyTorch's AdamW."""
         first, second = self.betas
         decay = self.weight_decay
         options = {"lr": self.lr, "beta1": first, "beta2": second, "weight_decay": decay, "eps": self.eps}
@@ -121,8 +121,8 @@ def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     """Run PyTorch's fused CPU operator so that a weight's result does not depend on its position in a shard.
 
-    The operator rounds elements after the last multiple of 16 differently, so these elements of all shards with equal
-    step counts are joined and padded to such a multiple.
+    The operator rounds a vector's last size % 16 elements differently. These elements of all shards with equal step
+    counts are therefore joined and padded.
     """
     bodies: list[Shard] = []
     tails: list[Shard] = []
@@ -175,7 +175,7 @@ def runs(shards: Sequence[Shard]) -> list[tuple[int, Shard]]:
     """Join shards that have equal step counts and are adjacent in the same storages.
 
     Returns:
-        The index of each run's first shard, and the joined shard; empty shards are left out.
+        (index of the first shard, joined shard) pairs, without empty shards.
     """
     groups: list[tuple[int, list[Shard]]] = []
     for i, shard in enumerate(shards):
@@ -258,7 +258,7 @@ class AdamW(torch.optim.AdamW):
         super().add_param_group(param_group)
 
     def copy_to(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """Make later steps also write a parameter's new weights to its copy, a 1-D 16-bit tensor of equal length."""
+        """Make steps also write a parameter's new weights to a copy, a 1-D 16-bit tensor of equal length."""
         self._copies = dict(copies)
         self._prepared = {}
 

@@ -88,7 +88,7 @@ def forced() -> str | None:
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Backend:
-    """Return the forced backend or else the first that accepts the call; raise Unsupported if the call is refused."""
+    """Return the forced backend, or the first backend that accepts the call; raise Unsupported if none does."""
     name = _forced.get()
     names = (name,) if name else ("loop",) if q.device.type == "cpu" else ("flash_attn", "torch", "triton")
     refusals: list[str] = []

@@ -1,7 +1,7 @@
 """Attention over packed sequences with dropout of attention probabilities, in plain PyTorch.
 
-The mask is drawn as in `hydragraph.kernels.dropout`; its tokens are the queries, and its features are pairs of a head
-and a key position.
+The mask is drawn as in `hydragraph.kernels.dropout`. Queries are tokens, and pairs of a head and a key position are
+features.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _POSITIONS = 24  # bits of a feature index that store the key position
 
 
 def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Tensor:
-    """Return each probability's factor, [heads, L, length] fp32: 0 if dropped, else 1 / (1 - p) (without dropout: 1).
+    """Return each probability's factor, [heads, L, length] fp32: 0 if dropped, 1 / (1 - p) if kept, 1 without dropout.
 
     Args:
         keys: dropout keys of the L queries, [L, 2].

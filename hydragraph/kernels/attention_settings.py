@@ -28,7 +28,7 @@ class AttentionSettings:
 
 
 def visible(rows: Tensor, columns: Tensor, settings: AttentionSettings) -> Tensor:
-    """Return a mask [rows, columns] of the keys that each query attends to, given the positions of both."""
+    """Return a mask of the keys (positions `columns`) to which queries (positions `rows`) attend."""
     distance = rows[:, None] - columns[None, :]
     seen = torch.ones_like(distance, dtype=torch.bool)
     before, after = settings.sides()
@@ -42,8 +42,8 @@ def visible(rows: Tensor, columns: Tensor, settings: AttentionSettings) -> Tenso
 def cut_at_multiples(starts: Tensor, tokens: int, chunk: int) -> Tensor:
     """Split sequences after every `chunk` tokens.
 
-    The result's size does not depend on lengths, so no length is copied from the device. The parts of sequence n begin
-    at index starts[n] // chunk + n of the result; some parts are empty.
+    The result's size does not depend on sequence lengths, so no length is copied from the device. Parts of sequence n
+    begin at index starts[n] // chunk + n; some parts are empty.
 
     Args:
         starts: [N + 1], the start of each sequence, then `tokens`.

@@ -16,7 +16,7 @@ class Tiling:
 
     Attributes:
         stages: number of tiles that are loaded ahead of use.
-        exact: use one fp32 product; the three tf32 products used otherwise are faster but need more registers.
+        exact: whether to use one fp32 product, not three tf32 products, which need more registers.
     """
 
     rows: int

@@ -15,7 +15,7 @@ from hydragraph.kernels.new_tensors import contiguous_like
 
 
 def _reached(tokens: int, taps: int, cu_seqlens: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield every j with a mask [T - j, 1] of the tokens t for which t - j is in the same sequence."""
+    """Yield every j with a mask [T - j, 1] of the tokens t whose sequence contains t - j."""
     places = torch.arange(tokens, device=cu_seqlens.device)
     bounds = cu_seqlens.long()
     starts = bounds[(torch.searchsorted(bounds, places, right=True) - 1).clamp(min=0)]

@@ -1,8 +1,8 @@
 """Dropout whose masks do not depend on the strategy, because each element has its own random word.
 
-The word is a function of (seed, step, call in the model, sequence in the mini-batch, position, feature), so all ranks,
+A word is a function of (seed, step, call in the model, sequence in the mini-batch, position, feature), so all ranks,
 packings, recomputations and resumed runs draw the same mask (`hydragraph.kernels.philox`). An input x has T tokens
-along one dimension; its other dimensions are features.
+along one dimension; other dimensions are features.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TRITON = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class _Form:
-    """Sizes of a call; x contains part [:, first : first + length] of the features [outer, whole, inner]."""
+    """Sizes of a call whose input has part [:, first : first + length] of the features [outer, whole, inner]."""
 
     tokens: int
     after: int  # elements after the token dimension

@@ -38,7 +38,7 @@ def add(parts: Sequence[Tensor], values: Tensor) -> Tensor:
         values: 1-D float32; each sum may have at most MOST summands over all ranks.
 
     Returns:
-        0-d upper bound of the absolute values; sums are exact if it is at most LARGEST.
+        0-d upper bound of the absolute values; sums are exact if this bound is at most LARGEST.
     """
     high, low = parts
     first, second = map(_shift, GRIDS)
@@ -86,8 +86,7 @@ def scale_of(largest: float) -> float:
 def squares(vectors: Sequence[Tensor], scale: float, device: torch.device) -> Tensor:
     """Return the sum of (scale x)^2 over all elements as parts [3], float64; part i is a multiple of SQUARE_GRIDS[i].
 
-    If all scaled elements are below 1, the results of several calls add up exactly to that of one call with all
-    vectors.
+    If all scaled elements are below 1, results of several calls add up exactly to the result of one call.
     """
     total = torch.zeros(len(SQUARE_GRIDS), dtype=torch.float64, device=device)
     run = _RUN if device.type == "cpu" else _RUN_DEVICE

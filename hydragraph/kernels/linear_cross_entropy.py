@@ -1,4 +1,4 @@
-"""Logits of the output head and their loss, computed in chunks of tokens instead of as one [T, V] tensor.
+"""Logits of the output head and their loss, computed in chunks of tokens, without a [T, V] tensor.
 
 A chunk's logits are reduced to a loss and overwritten by their gradient, from which the gradients of the hidden states
 and of the head are computed (Liger-Kernel, Hsu et al., 2024; Cut Cross-Entropy, Wijmans et al., 2024).
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Exchange = Callable[[Tensor], Tensor]
 """Function that combines this rank's statistics [3, C] with those of all ranks.
 
-They are, per token, the largest logit, the sum of exp(logit - largest), and the target-weighted mean logit.
+A token's statistics are the largest logit, the sum of exp(logit - largest), and the target-weighted mean logit.
 """
 
 Target = tuple[float, float]
@@ -119,7 +119,8 @@ def loss_and_gradients(
     over ranks.
 
     Args:
-        hidden: [T, E]. weight: [V, E], of the same dtype.
+        hidden: [T, E].
+        weight: [V, E], of the same dtype as hidden.
         labels: [T] int64 in the full vocabulary.
         ignored: label of tokens without a loss or gradient.
         rows: approximate number of head rows per rank; all ranks must pass the same number, to use the same chunks.
@@ -271,7 +272,7 @@ def add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the kernels' variants; fp16 variants, similar to those for bf16, are omitted."""
+    """Yield the kernels' variants, without fp16."""
     for dtype in ("bf16", "fp32"):
         common = {"logits": f"*{dtype}", "labels": "*i64", "first": "i32", "size": "i32", "row_stride": "i32"}
         common |= {"of_label": "fp32", "of_each": "fp32"}

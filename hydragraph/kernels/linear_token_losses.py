@@ -49,7 +49,7 @@ def head_token_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, lse: Tensor, factors: Tensor, start: Tensor | None,
     ignored: int, of_hidden: bool, of_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return gradients of sum(losses * factors): for hidden, this rank's summand; for weight, the rows on this rank.
+    """Return sum(losses * factors)'s gradients of hidden (this rank's summand) and weight (this rank's rows).
 
     Args:
         lse: log-sum-exp over the full vocabulary.

@@ -1,4 +1,4 @@
-"""Compiled function that copies many ranges between CPU buffers; a Python loop takes half a microsecond per range."""
+"""Compiled function that copies many ranges between CPU buffers."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
 
     Args:
         quick: whether compilation takes at most a second and need not be announced.
-        shared: whether both Python code and compiled functions call it; otherwise, compiled callers get a version
-            without the Python wrapper, which is slow to compile.
+        shared: whether both Python code and compiled functions call the function. If not, compiled callers get a
+            version without Python wrapper, which compiles faster.
     """
     # Division by zero returns infinity.
     jit: Any = partial(njit, error_model="numpy", no_cfunc_wrapper=True)
@@ -58,7 +58,7 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
             tuple(map(unliteral, given)), {name: unliteral(argument_type) for name, argument_type in named.items()}
         )
 
-    # Otherwise, numba would compile a version for every combination of constant arguments.
+    # With constants, numba would compile a version for every combination of constant arguments.
     dispatcher.get_call_template = without_constants
     dispatcher.get_overload = inner.get_overload
     try:
@@ -78,9 +78,9 @@ def is_compiled(function: Any) -> bool:
 
 @contextmanager
 def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
-    """Within this context, calls of functions that are not yet compiled wait for another process to compile them.
+    """Make calls of functions that are not yet compiled wait for another process to compile the functions.
 
-    If `ended` returns True, they compile here; `ended` may raise `StillCompiling`.
+    If `ended` returns True, this process compiles. `ended` may raise `StillCompiling`.
     """
     _others.append(ended)
     try:
@@ -91,7 +91,7 @@ def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
     def _data_name(self, number: int) -> str:
-        # numba uses one name in processes that compile for different types at once.
+        # numba uses one name in processes that simultaneously compile for different types.
         return f"{super()._data_name(number).removesuffix('.nbc')}.{uuid.uuid4().hex}.nbc"
 
     def _dump(self, value: Any) -> bytes:

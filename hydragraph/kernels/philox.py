@@ -42,9 +42,10 @@ def keys_of(key: int, lengths: Sequence[int], numbers: Sequence[int]) -> Tensor:
 
 
 def call_word(block: int, call: int) -> int:
-    """Return the counter's fourth word, which identifies a dropout call by its block and its number in the block.
+    """Return the counter's fourth word, which identifies a dropout call by block and number within the block.
 
-    Raise a ValueError if either number is out of range.
+    Raises:
+        ValueError: a number is out of range.
     """
     if not (0 <= call < 1 << _BLOCK and 0 <= block < 1 << 32 - _BLOCK):
         raise ValueError(

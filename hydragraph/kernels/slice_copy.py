@@ -1,4 +1,4 @@
-"""Copy of thousands of ranges between two flat buffers in one launch, with casts and sums.
+"""Copy of thousands of ranges between two flat buffers in one kernel launch, with casts and sums.
 
 Ranges are divided into tiles, one per program; aligned tiles use 16-byte accesses. Ranges with the same target are
 summed in the order of the table, so results are bitwise reproducible.
@@ -44,7 +44,7 @@ class CopyBatch:
     Attributes:
         origins: source offset of each range, [R] int64, in elements.
         places: target offset of each range.
-        beside: offset that each range has if all ranges are stored without gaps.
+        beside: offset of each range in a buffer without gaps.
     """
 
     origins: Offsets
@@ -108,7 +108,7 @@ class SliceTable:
         ranges: [3, R] int64 on the CPU: source offset, target offset and length of each range, in elements.
         tiles: [tiles, 4] int64: target offset, length, index of the first origin, number of origins.
         origins: [O] int64: source offsets, in the order of the ranges within a tile.
-        aligned: number of aligned tiles, which come first in `tiles`, in units of 8 elements.
+        aligned: number of aligned tiles, which come first in `tiles`, with offsets in units of 8 elements.
         source_end, target_end: minimum size of each buffer.
     """
 
@@ -217,7 +217,7 @@ def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: boo
 
 
 def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Copy or add ranges on a CPU, a batch at a time, with the same bits as `reference`."""
+    """Copy or add ranges on a CPU, with results bitwise equal to `reference`."""
     source = source.detach()
     target = target.detach()
     copy = _copy_few

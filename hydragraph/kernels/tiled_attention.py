@@ -1,6 +1,6 @@
 """Attention with a window or capped scores on a CPU, one tile of queries at a time.
 
-Shapes: N sequences of L tokens, H heads of size D; tiles of R queries and the C keys that any of them attends to.
+Shapes: N sequences of L tokens, H heads of size D; tiles of R queries and the C keys to which a query attends.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ and rescales its accumulator. The backward recomputes p = exp2(s - lse) and uses
 rowsum(out * grad). A cap c turns scores into c t, with t = tanh(s / c), and multiplies ds by 1 - t^2. One kernel over
 query tiles computes dq; another kernel over key tiles computes dk and dv. No two programs write the same element.
 
-The grid depends only on T and N, so no length is copied from the GPU. The slots for tiles of sequence n begin at
-starts[n] // tile + n, and programs of unused slots exit immediately.
+The grid depends only on T and N, so no length is copied from the GPU. Each program has a slot. The slots for tiles of
+sequence n begin at starts[n] // tile + n, and programs of unused slots exit immediately.
 """
 
 from __future__ import annotations
@@ -367,7 +367,7 @@ def backward(
 
 
 def variants(capability: tuple[int, int]) -> Iterator[KernelVariant]:
-    """Yield the kernels' variants for a compute capability; fp16 variants, similar to those for bf16, are omitted."""
+    """Yield the kernels' variants for a compute capability, without fp16."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         yield _variant(_prepare, name, "", {"SIZE": 128, "PADDED": 128, "ROWS": 64}, _PREPARE_OPTIONS)
         for options in _OPTIONS:

@@ -16,10 +16,9 @@ from hydragraph.errors import Unsupported
 
 
 class Kernel:
-    """Function in Triton's language, passed to Triton on its first launch.
+    """Function in Triton's language, compiled on the first launch.
 
-    The function's module imports `triton.language` as `tl` only for type checkers; before compilation, `tl` and
-    compiled `Inlined` functions are added to the module.
+    Before compilation, `tl` (`triton.language`) and compiled `Inlined` functions are added to the function's module.
 
     Attributes:
         unspecialized: run-time integers that must not cause another compilation if they are 1 or multiples of 16.

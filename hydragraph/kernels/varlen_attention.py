@@ -38,8 +38,8 @@ def varlen_attention(
     """Compute attention within each packed sequence; hydragraph can train custom modules that call this function.
 
     Args:
-        q: [T, Hq, D]. k, v: [T, Hk, D].
-            q, k and v have the same dtype.
+        q: [T, Hq, D].
+        k, v: [T, Hk, D], of the same dtype as q.
         cu_seqlens: [N + 1] int32 or int64, the start of each sequence, then T.
         causal: whether a token attends only to itself and earlier tokens, not to all tokens of its sequence.
         scale: scale of the scores; default 1 / sqrt(D).
@@ -144,7 +144,7 @@ def _call(
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    # Backward kernels recompute p = exp(s - lse) and rowsum(out * grad) from these results, with the sink included.
+    # Backward kernels recompute p = exp(s - lse) and rowsum(out * grad), which must include the sink.
     mass = torch.logaddexp(lse, sink.to(lse.dtype))
     return (out * (lse - mass).exp()[..., None]).to(out.dtype), mass
 
