@@ -109,7 +109,7 @@ _QUEUES = {
 
 @dataclass(frozen=True, eq=False)
 class Actor:
-    """Ranks simulated as one.
+    """Ranks simulated together.
 
     Attributes:
         ranks: the stage's ranks in tensor-parallel order, or one rank without work.
@@ -179,7 +179,7 @@ def stage_actors(outline: Outline, strategy: Strategy, micro_batches: Sequence[i
 
 
 def _key(placement: Placement, stage: PlacedStage) -> object:
-    """Return a key that is equal for stages whose instructions differ only in their peers."""
+    """Return a key that is equal for stages whose instructions differ only in peers."""
     # The order of instructions depends on the schedule (`beats`) and on the neighbors of interleaved stages.
     peers = {ranks: i for i, ranks in enumerate(dict.fromkeys(n for r in stage.roles for n in _neighbours(r)))}
     roles = [(r.micro_batches, *((len(n), peers[n]) for n in _neighbours(r))) for r in stage.roles]

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 FILLED = 2
 SHORTEST = 256  # minimum tokens of a useful micro-batch
-KEPT = 16  # simulations
+KEPT = 16  # maximum cached simulations
 IN_FLIGHT = 2  # assumed number of buckets in flight, each of the largest size
 
 

@@ -272,7 +272,7 @@ def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:
 
 
 def _linear_attention(node: fx.Node) -> list[tuple[float, int, int]]:
-    """Return the products of the gated delta rule: three with the state, four within a chunk."""
+    """Return the matrix products of the gated delta rule."""
     keys, (heads, values) = int(value_of(node.args[1]).shape[2]), map(int, value_of(node.args[2]).shape[1:])
     return [(3.0 * heads, keys, values), (2.0 * heads, CHUNK, keys), (2.0 * heads, CHUNK, values)]
 

@@ -87,7 +87,7 @@ class _Progress:
     Attributes:
         at: position in the queue of computations.
         clock, latest: end and index of the previous computation.
-        summed: push -> when its first owners have the sums.
+        summed: push -> time at which first owners have the sums.
         open: number of transfers that have not ended.
         other: end and index of the transfer that ended last.
     """

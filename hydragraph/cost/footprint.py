@@ -62,6 +62,6 @@ class Footprint:
 
     @property
     def halves_estimate(self) -> HalvesFootprint:
-        """Upper bound, if the first half saves all that it reads and computes."""
+        """Upper bound on the memory of a split backward."""
         both = self.saved + self.backward
         return HalvesFootprint(both, self.backward, both, self.keeps | {"tangent"})

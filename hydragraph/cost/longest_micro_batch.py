@@ -1,7 +1,7 @@
 """Maximum tokens of a micro-batch that fits in every rank's memory.
 
-An inner stage is skipped if an earlier stage of the same kind runs at least the same blocks with at most the same free
-memory.
+The search skips an inner stage if an earlier stage of the same kind runs at least the same blocks with at most the same
+free memory.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ T(l, P): seconds of l tokens in scheme P  `Profile.constants`
 T of a packed micro-batch                 `PipelineCost.micro_batch_seconds`
 MaxLen(P): most tokens (Appendix B.1)     `Profile.max_len`
 UtilLen(P): fewest useful tokens          `Profile.util_len`
-seconds of a pipeline (ours)              `PipelineCost.seconds`
+seconds of a pipeline                     `PipelineCost.seconds`
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PipelineCost:
         return Constants(self.a, self.b, self.c, self.near)
 
     def seconds(self, micro_batches: Sequence[Sequence[int]]) -> float:
-        """Return the exact seconds of running micro-batches in this order."""
+        """Return the exact seconds of a sequence of micro-batches."""
         return stages_end(self.stage_costs, micro_batches, self.schedule, self.rows)
 
     @property

@@ -60,7 +60,7 @@ class ProfileBlocks:
         return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """Return an upper estimate, because profiles measure unsplit backwards."""
+        """Return an upper bound, because profiles measure unsplit backwards."""
         return self.footprint(block, part, batch).halves_estimate
 
     def adds(self, block: str, part: StagePart) -> bool:

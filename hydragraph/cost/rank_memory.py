@@ -142,7 +142,7 @@ class MemoryWalk:
 
     Args:
         blocks: the blocks' memory, exact or approximate.
-        messages: whether to include pulls and pushes, each in flight until an instruction waits for it.
+        messages: whether to include pulls and pushes, which are in flight until an instruction waits for them.
         traffic: layouts of all buckets, reusable for other ranks; default: ranks own equal shares.
         state_bytes: bytes of weight and optimizer state per trained element; default: AdamW's.
         over: instruction index -> names (`exchange_name`) of pulls and pushes that end before the instruction, which

@@ -56,7 +56,7 @@ class CostedSchemes:
         return self._placed(Pipeline(tuple(placed)))
 
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
-        """Return the costs of pipelines on consecutive ranks, one per scheme."""
+        """Return the cost of each scheme's pipeline on consecutive ranks."""
         return tuple(map(self._placed, self._strategy(schemes).pipelines))
 
     def charge(self, schemes: Sequence[Scheme]) -> float:

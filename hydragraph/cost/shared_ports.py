@@ -1,7 +1,7 @@
 """Transfers that share ports and network cards.
 
-At full speed, a flow uses each of its resources (ports and cards) for some fraction of the time. If the fractions of a
-resource's flows add up to s > 1, the resource limits these flows to 1 / s of full speed. A flow runs at the lowest
+At full speed, a transfer (*flow*) uses each port and card on its way for some fraction of the time. If the fractions of
+a resource's flows add up to s > 1, the resource limits these flows to 1 / s of full speed. A flow runs at the lowest
 limit of its resources.
 """
 
@@ -42,7 +42,7 @@ class Flows:
         self._push(at, 0, flow)
 
     def ended(self) -> Iterator[tuple[float, Flow]]:
-        """Yield (time, flow) in the order of ends; more flows may begin during the iteration."""
+        """Yield (end, flow) in order of ends; the caller may begin flows between ends."""
         while self._events:
             now, _, version, flow = heapq.heappop(self._events)
             if version == 0:

@@ -188,7 +188,7 @@ def stages_end(
     """Return the seconds that a sequence of micro-batches takes.
 
     Args:
-        rows: row of each stage (`Pipeline.rows`); empty: each stage has its own.
+        rows: row of each stage (`Pipeline.rows`); empty: one row per stage.
     """
     if not micro_batches:
         return 0.0

@@ -1,8 +1,8 @@
 """Simulated times of one iteration, instruction by instruction.
 
-A stage has a queue per stream. An instruction starts when the previous one in its queue has ended, its inputs are
-ready, and all participants have arrived: the partners of a pull or push, or all ranks for the commit. Computation
-includes tensor-parallel traffic.
+A stage has a queue per stream. An instruction waits for its inputs and for the previous instruction in the queue. Pulls
+and pushes also wait for all ranks that exchange data, and the commit for all ranks. Computation includes
+tensor-parallel traffic.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Timeline:
         by_actor = []
         for actor, times in zip(self.actors, self.times, strict=True):
             busy = dict.fromkeys(Stream, 0.0)
-            # A push can start while the previous one sends its sums to second owners.
+            # A push can start while the previous push sends sums to second owners.
             until = dict.fromkeys(Stream, 0.0)
             for instruction, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True):
                 stream = instruction.stream

@@ -1,8 +1,8 @@
 """Time of concurrent messages, and the ports and cards that they occupy.
 
 A rank receives one message after another and, at the same time, sends one message after another. Ranks share a network
-card's bandwidth. The slowest rank of a *group*, such as a stage, determines the group's time. A rank's rate scales the
-latency of its messages.
+card's bandwidth. The slowest rank of a *group*, such as a stage, determines the group's time. A rank's rate multiplies
+the latency of the rank's messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Pair = tuple[int, int]  # (sender, receiver)
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
-    """Bytes sent between different ranks; each pair occurs once."""
+    """Bytes sent between different ranks; each (sender, receiver) occurs once."""
 
     src: Ints
     dst: Ints

@@ -22,7 +22,7 @@ from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_dev
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-UNIT = 16  # Triton uses wide accesses if sizes are multiples of this
+UNIT = 16  # for multiples of this size, Triton uses wide accesses
 _BLOCK = 1024
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
@@ -246,7 +246,7 @@ class AdamW(torch.optim.AdamW):
         self._prepared: dict[int, _Prepared] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled optimizer; call `copy_to` again to set its 16-bit copies."""
+        """Restore a copied or unpickled optimizer; call `copy_to` again to set 16-bit copies."""
         for group in state.get("param_groups", ()):
             refuse_amsgrad(group)
         super().__setstate__(state)

@@ -120,7 +120,7 @@ def _dropout(
     x: Tensor, keys: Tensor | None, block: Tensor | None, first: Tensor | None,
     p: float, call: int, token_dim: int, dim: int, whole: int, scale: int,
 ) -> Tensor:  # fmt: skip
-    """Drop elements of x with probability p, and divide the others by 1 - p.
+    """Drop elements of x with probability p, and divide other elements by 1 - p.
 
     Args:
         keys: dropout keys of the tokens, [1, T, 2] int64; None only while a model is traced.

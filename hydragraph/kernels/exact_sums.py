@@ -1,10 +1,10 @@
 """Order-independent sums: each number is split into multiples of powers of two, and the multiples are summed exactly.
 
-    x = high + low + rest        high: a multiple of 2^-24, low: of 2^-62, both rounded to nearest; rest: dropped
+    x = high + low + rest        high: multiple of 2^-24, low: multiple of 2^-62, rest: dropped
 
 A float64 sum of multiples of 2^-24 is exact below 2^29. A float32 above 2^-38 is represented exactly; a smaller number
-has an error below 2^-62. This is the binned sum of Demmel and Nguyen ("Fast reproducible floating-point summation",
-2013).
+has an error below 2^-62. The method is the binned sum of Demmel and Nguyen ("Fast reproducible floating-point
+summation", 2013).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
             tuple(map(unliteral, given)), {name: unliteral(argument_type) for name, argument_type in named.items()}
         )
 
-    # With constants, numba would compile a version for every combination of constant arguments.
+    # With literal types, numba would compile a version for every combination of constant arguments.
     dispatcher.get_call_template = without_constants
     dispatcher.get_overload = inner.get_overload
     try:
