@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from torch import Tensor, fx
 
-# Placeholder name -> batch field. These placeholders follow a block's other arguments, in this order.
+# Placeholder name -> batch field. Added placeholders follow a block's arguments, in this order.
 ADDED = {"added_positions": "position_ids", "added_bounds": "cu_seqlens", "added_longest": "max_length"}
 
 
 def added_input(graph: fx.Graph, name: str, value: Callable[[], Tensor]) -> fx.Node:
-    """Return the graph's placeholder `name`; if it is missing, add it with the fake value `value()`."""
+    """Return the placeholder `name`; if it is missing, add it with the fake value `value()`."""
     placeholders: dict[str, fx.Node] = {node.name: node for node in graph.find_nodes(op="placeholder")}
     if name not in placeholders:
         with graph.inserting_after([*placeholders.values()][-1]):

@@ -24,7 +24,7 @@ _LARGEST = 1 << 20  # elements; larger constant tensors are not compared
 
 
 def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
-    """Return a digest of the operators that a block runs, or None if unknown. `hints` maps size symbols to sizes."""
+    """Return a digest of the operators that a block runs, or None if the operators are unknown."""
     notes = _noted(call, hints)
     return None if notes is None else hashlib.sha256("\n".join(notes).encode()).hexdigest()
 
@@ -82,9 +82,9 @@ def refuse_state_around(
 
 
 def refuse_state_between(module: nn.Module, blocks: Sequence[nn.Module], batch: Mapping[str, Tensor]) -> None:
-    """Run the model, then call each block again; raise Unsupported if a block now runs other operators than before.
+    """Raise Unsupported if a block reads a value that the model changes between blocks.
 
-    Blocks are traced after the model has run, so a block must not read what the model sets between blocks.
+    A block is traced after the model has run, so its graph would contain only the final value.
     """
     calls: list[tuple[int, list[str] | None, Callable[[], tuple[Any, list[str] | None]]]] = []
 
@@ -106,7 +106,7 @@ def refuse_state_between(module: nn.Module, blocks: Sequence[nn.Module], batch: 
             module(batch)
         with meta_as_cpu():
             repeated = [(again()[1], again()[1]) for _, _, again in calls]
-    except Exception:  # the trace that follows reports this error
+    except Exception:  # a later trace reports the error
         return
     for (number, before, _), (after, later) in zip(calls, repeated, strict=True):
         if None not in (before, after) and before != after == later:
@@ -176,7 +176,7 @@ class _Notes(TorchDispatchMode):
             self.lines.append(f"input {i} {list(tensor.shape)} {tensor.dtype}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = f"{self.text(args)} {self.text(kwargs or {})}"  # before `func`, which may write into them
+        operands = f"{self.text(args)} {self.text(kwargs or {})}"  # before `func` writes into its operands
         result = func(*args, **(kwargs or {}))
         self._name(result)
         self.lines.append(f"{func} {operands} {torch.is_grad_enabled()} {_form(result)}")

@@ -1,4 +1,4 @@
-"""Buckets: groups of parameters whose weights are pulled, and whose gradients are pushed, in one message."""
+"""Grouping of parameters into buckets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from hydragraph.ir.program import Block
 def buckets_of(
     blocks: Sequence[Block], parameters: Mapping[str, Parameter], learns: Collection[str]
 ) -> tuple[Bucket, ...]:
-    """Return a bucket per tied parameter; per block, one for its other trained and one for its other frozen parameters.
+    """Return one bucket for each tied parameter, and up to two for each block.
+
+    A block's untied trained parameters share one bucket, and its untied frozen parameters share another.
 
     Args:
         learns: names of the trained parameters.

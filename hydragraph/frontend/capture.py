@@ -1,4 +1,4 @@
-"""Capture: turn an unmodified model into a strategy-independent Program."""
+"""Capture of an unmodified model as a strategy-independent Program."""
 
 from __future__ import annotations
 
@@ -82,13 +82,14 @@ def capture(
 
     Args:
         model: a Hugging Face model, or any module with a list of repeated blocks, on the meta device or the CPU. A
-            custom module is called with the batch fields that its forward's parameters name. If its only required
-            parameter has another name, such as `batch`, the module is called with the whole dict. Each block takes
+            custom module is called with the batch fields that its forward names as parameters. A forward that names
+            no field and requires one parameter, such as `batch`, gets the dict of all fields. Each block takes
             the hidden state, [1, T, H] or [T, H], as its first argument and returns the new hidden state. Tokens may
             interact only in `hydragraph.varlen_attention`.
         example: a packed batch of any size. The standard fields are optional: input_ids, position_ids and labels
-            [1, T] int64, cu_seqlens [N + 1] int32, and max_length, 0-d int64. Any other entry, [1, T, ...], is a
-            custom field for forward or the loss; every sequence must then have this field as a tensor [L, ...].
+            [1, T] int64, cu_seqlens [N + 1] int32, and max_length, 0-d int64. An entry with another name,
+            [1, T, ...], is a custom field for forward or the loss. Every sequence must provide all custom fields as
+            tensors [L, ...].
         loss: function of the model's outputs and the packed batch (a dict) that returns the loss summed over targets,
             i.e. positions whose label is not -100. A step divides the sum by the number of targets. A loss module may
             have constant buffers but no parameters. Default: cross-entropy of the logits.
@@ -183,7 +184,7 @@ class _Pieces:
 
     Attributes:
         feeds: block name -> indices of the `aux` outputs that the block takes besides the hidden state.
-        sizes: symbol -> its size in the example; the token count comes first, then the length of cu_seqlens.
+        sizes: symbol -> size in the example, for the token count and the length of cu_seqlens in this order.
     """
 
     model: str
@@ -225,7 +226,11 @@ def _others(template: Template) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class _Skeleton:
-    """Exported graph of a model with opaque blocks; `example` maps "T" and "N+1" to the sizes of the example."""
+    """Exported graph of a model whose blocks are opaque operators.
+
+    Attributes:
+        example: sizes of the traced batch, by name: "T" and "N+1".
+    """
 
     graph: fx.GraphModule
     signature: ExportGraphSignature
@@ -242,10 +247,14 @@ class _Skeleton:
 
 
 def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool = False) -> _Pieces:
-    """Split a model around its blocks into templates; if `added`, each block gets the `ADDED` fields as last inputs."""
+    """Split a model, except its blocks, into templates.
+
+    Args:
+        added: whether the `ADDED` fields are appended to each block's inputs.
+    """
     model, signature = skeleton.model, skeleton.signature
     nodes = [n for n in skeleton.graph.graph.nodes if n.target is torch.ops.hydragraph.block.default]
-    # Every stage computes `aux`, so it may depend only on the batch and on buffers.
+    # Every stage computes `aux`, so `aux` may depend only on the batch and buffers.
     outputs: list[fx.Node] = []
     feeds: dict[str, list[int]] = {}
     previous: fx.Node | None = None
@@ -281,7 +290,7 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
 
     def piece(results: Sequence[fx.Node], renamed: Mapping[fx.Node, str], where: str) -> Template:
         part = extract(skeleton.graph, results, renamed)
-        if not renamed:  # all parts except the head, whose loss may count a row's tokens
+        if not renamed:  # except in the head, where a loss may count tokens
             given = (n for n in placeholders_of(part) if inputs.get(n.name) == "position_ids")
             use_position_ids(part.graph, tokens, next(given, None))
         return template_of(part, (parameters, buffers, inputs), where)

@@ -16,7 +16,7 @@ _latest: list[Variants] = []  # graphs of the last checked program
 
 
 def mode_of(asked: str | bool) -> str:
-    """Return a valid check mode (YAML reads `off` as False), or raise ValueError."""
+    """Return a check mode, or raise ValueError; YAML reads `off` as False."""
     mode = "off" if asked is False else asked
     if mode not in MODES:
         raise ValueError(f"'check' is {asked!r}: use one of {', '.join(map(repr, MODES))}")
@@ -44,7 +44,7 @@ def check_here(subject: CheckedModel, asked: str | bool) -> str:
 
 
 def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> None:
-    """Check a program on one rank per host. All ranks call this, and all raise if any check fails."""
+    """Check a program on one rank per host; all ranks must call this, and raise if any check fails."""
     if mode_of(asked) == "off":
         return
     own: Exception | None = None
@@ -53,7 +53,7 @@ def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> No
             check_here(subject, asked)
         except Unsupported as error:
             own = error
-        except Exception as error:  # other exceptions may not be picklable
+        except Exception as error:  # `error` may not be picklable
             own = RuntimeError(f"check: {type(error).__name__}: {error}")
     for failure in (own, *world.gather(own)):
         if failure is not None:

@@ -22,7 +22,7 @@ from hydragraph.ir.placeholders import DROPOUT_BLOCK
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant, saved_names
 
-_SCALES = ((1, 1e2), (1, 1e4), (1e2, 1e4))  # of the head's parameters and hidden states
+_SCALES = ((1, 1e2), (1, 1e4), (1e2, 1e4))  # (factor of the head's parameters, factor of hidden states)
 
 
 def caller(model: nn.Module, fields: Iterable[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
@@ -75,7 +75,7 @@ def _widened(batch: Mapping[str, Tensor], wide: torch.dtype | None) -> dict[str,
 
 @dataclass(frozen=True)
 class CapturedBatch:
-    """A packed batch, and the tensors with which a program's graphs compute on it.
+    """Packed batch and a program's tensors, as inputs of the program's graphs.
 
     Attributes:
         tensors: parameters and buffers, by name.
@@ -99,7 +99,7 @@ class CapturedBatch:
         return outputs
 
     def inputs(self, block: Block) -> dict[str, Any]:
-        """Return a block's fields, shared inputs, and those parameters and buffers that `tensors` contains."""
+        """Return a block's inputs: fields, shared inputs, and those parameters and buffers that are in `tensors`."""
         others = [n for n in self.program.templates[block.template].inputs if n.startswith("other.")]
         fed = {n: self._aux[i] for n, i in zip(others, block.aux, strict=True)}
         own = {n: self.tensors[c] for n, c in _local(self.program, block).items() if c in self.tensors}
@@ -111,7 +111,7 @@ def add_captured(batch: CapturedBatch, ran: Sequence[tuple[Block, Variant]], sum
 
     Args:
         ran: the first block, some middle blocks and the last block, each with its variant.
-        sums: gradient sums by parameter name, to which this call adds.
+        sums: gradient sums by parameter name, modified in place.
     """
     with torch.no_grad(), default_dtype(batch.wide):
         saved: list[list[Any]] = []
@@ -173,7 +173,7 @@ def backward(
     sums: dict[str, Tensor],
     wide: torch.dtype | None,
 ) -> Tensor | None:
-    """Run one block's backward and add its gradients to `sums`; return the gradient of the hidden state, or None.
+    """Run a block's backward and add the gradients of parameters to `sums`; return the hidden state's gradient.
 
     Args:
         local: names in the template -> names in `tensors` and `sums`.
@@ -188,7 +188,7 @@ def backward(
         arguments += [sums[local[name]], counts]
     before = None
     gradients = runner(variant.backward, wide)(*arguments)
-    # A sum must not share memory with a saved value or another gradient.
+    # A gradient sum must not share memory with saved values or gradients.
     holders = Counter(map(_place, [*gradients, *(argument for argument in arguments if isinstance(argument, Tensor))]))
     for name, gradient in zip(variant.gradients, gradients, strict=True):
         if name == "hidden":

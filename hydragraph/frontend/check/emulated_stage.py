@@ -24,7 +24,7 @@ class StageBarrier(threading.Barrier):
         self._given: list[tuple[str, Any]] = [("", None)] * size
 
     def exchange(self, index: int, call: str, value: Any = None) -> list[Any]:
-        """Return the values of all ranks, in order; raise RuntimeError if calls or shapes differ."""
+        """Return all ranks' values, in rank order; raise RuntimeError if calls or shapes differ."""
         self._given[index] = call, value
         self.wait()  # all ranks have written
         contributions = list(self._given)

@@ -30,7 +30,7 @@ DOUBLE = ErrorBound(1e-7, 1e-9)
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference with the largest `ratio` in a comparison.
+    """Difference with the largest `ratio` in a comparison.
 
     Attributes:
         parameter: the parameter whose gradient differs; "" for the loss.
@@ -61,12 +61,12 @@ class GradientComparison:
     def __init__(self, computed: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
         self._left = computed
         self._norms = norms if norms is not None else {name: _norm(gradient) for name, gradient in computed.items()}
-        # Names of gradients whose expected value is tested for finiteness; for others, the difference is tested.
+        # Gradients whose expected values must be finite; for other gradients, the difference must be finite.
         self._told_apart = {name for name, norm in self._norms.items() if norms is not None or not math.isfinite(norm)}
         self._finite = norms is None or all(map(math.isfinite, norms.values()))
 
     def subtract(self, name: str, expected: Tensor) -> None:
-        """Subtract an expected gradient, or one sequence's share of it."""
+        """Subtract an expected gradient, or one sequence's part of the gradient."""
         if name in self._told_apart:
             self._finite = self._finite and math.isfinite(_norm(expected))
         left = self._left.get(name)

@@ -1,6 +1,6 @@
-"""Narrow copies of library models, which are checked in place of the models.
+"""Copies of library models with smaller widths, which are cheaper to check.
 
-The graphs of a copy and its model must have the same text, except for numbers that depend on the widths.
+The graphs of a copy and its model must have the same text, except for width-dependent numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WIDTH = re.compile(
 )
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
-_LEAST = 4  # head size: rotary embeddings pair a head's halves
+_LEAST = 4  # minimum head size; rotary embeddings pair a head's halves
 # A number that is not part of a name.
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?(?![\w])")
 _SYMBOL = re.compile(r"\bs\d+\b")
@@ -53,7 +53,12 @@ class CheckedModel:
 
 @dataclass(frozen=True)
 class Widths:
-    """Ratio of a model's widths to its copy's, and (old, new) ids of special tokens that the copy renumbers."""
+    """Differences between a model and its narrow copy.
+
+    Attributes:
+        factor: ratio of the model's widths to the copy's.
+        tokens: (old, new) ids of renumbered special tokens.
+    """
 
     factor: int
     tokens: frozenset[tuple[int, int]]
@@ -101,7 +106,7 @@ class LibraryModel:
 
     @classmethod
     def of(cls, subject: CheckedModel) -> LibraryModel | None:
-        """Describe a model and `capture`'s arguments; return None if the model runs code from outside its libraries."""
+        """Describe a model; return None if the model runs code from outside its libraries."""
         model = subject.model
         loss = None if subject.loss is token_cross_entropy else subject.loss
         arguments = (subject.program.dtype, subject.example, loss, subject.blocks)
@@ -118,7 +123,7 @@ class LibraryModel:
             try:
                 built = self.at(factor)
                 narrow = None if built is None else capture(built[0], *self.arguments)
-            except Exception as error:  # sizes may depend on each other, or the model may not support them
+            except Exception as error:  # the model may not support the smaller widths
                 _LOG.info("cannot check a copy at 1/%d of the widths: %s", factor, error)
                 continue
             if built is not None and narrow is not None:
@@ -128,7 +133,7 @@ class LibraryModel:
         return None
 
     def at(self, factor: int) -> tuple[nn.Module, Widths] | None:
-        """Build a copy with widths divided by a factor, or return None."""
+        """Build a copy with widths divided by `factor`; return None if this fails."""
         config = copy.deepcopy(self.config)
         tokens = _divide(config, factor)
         if tokens is None:
@@ -146,7 +151,7 @@ class LibraryModel:
 
 
 def _divide(config: Any, factor: int) -> frozenset[tuple[int, int]] | None:
-    """Divide a config's widths; return the changed token ids, or None if heads would be too narrow."""
+    """Divide a config's widths; return changed token ids, or None if heads would be too narrow."""
     values = vars(config)
     if values.get("head_dim") is None:
         hidden, heads = (next((values[n] for n in names if n in values), None) for names in (_HIDDEN, _HEADS))
@@ -182,5 +187,5 @@ def variant_text(variant: Variant) -> str:
 def _graph_text(graph: fx.GraphModule) -> str:
     values = [(node.name, value_of(node)) for node in graph.graph.nodes]
     shapes = str([(name, str(tuple(v.shape)), str(v.dtype)) for name, v in values if isinstance(v, Tensor)])
-    names: dict[str, str] = {}  # a program read from a file has other symbol names
+    names: dict[str, str] = {}  # symbol names differ in a program read from a file
     return graph.code + _SYMBOL.sub(lambda match: names.setdefault(match[0], f"size_{len(names)}"), shapes)

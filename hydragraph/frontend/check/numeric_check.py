@@ -34,7 +34,7 @@ from hydragraph.spec.stage_kind import StagePart
 log = logging.getLogger("hydragraph.frontend.check")
 
 MODES = ("auto", "full", "off")
-TOGETHER = 32_000_000  # maximum block parameters in memory at a time, unless one block has more
+TOGETHER = 32_000_000  # maximum parameters of a group of several blocks
 
 REMEDY = (
     "look for code that a trace does not capture (hooks, Python state, the model's own masks or positions, mixing of "
@@ -84,10 +84,10 @@ class CheckResult:
 
     Attributes:
         blocks: number of compared blocks.
-        layers: number of all blocks.
+        layers: number of the model's blocks.
         worst: largest gradient error, relative to the gradient's norm.
-        untouched: (name, length limit) of model settings whose limit no checked sequence exceeded.
-        problem: why nothing could be compared, or "".
+        untouched: model settings, as (name, length limit), that no checked sequence exceeded.
+        problem: reason why the check did not run, or "".
         factor: ratio of the model's widths to those of the compared copy.
     """
 
@@ -175,7 +175,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield attempts; later ones use fp64 to avoid rounding errors, or random weights to avoid non-finite results."""
+    """Yield attempts; later attempts use fp64 to reduce rounding errors, or random weights to get finite results."""
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)
@@ -184,7 +184,7 @@ def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
 
 
 def _groups(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
-    """Return the indices of the blocks to compare, in groups; only one group is in memory at a time."""
+    """Return the indices of the blocks to compare, in groups that fit in memory."""
     _, layers = block_list(subject.model, subject.blocks)
     sizes = [sum(p.numel() for p in block.parameters()) for block in entries(layers)]
     chosen = list(range(len(sizes)))

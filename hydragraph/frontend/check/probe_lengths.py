@@ -1,4 +1,4 @@
-"""Choice of sequence lengths for the numeric check; if possible, one exceeds the model's windows and chunks."""
+"""Sequence lengths for the numeric check; if possible, one length exceeds the model's windows and chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydragraph.private.tracing import ancestors_of
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
 LONGEST = 512  # tokens of a sequence
-_WORK = 4e11  # approximate maximum operations per sequence, in the model or in its graphs
+_WORK = 4e11  # approximate maximum operations to compute one sequence
 # Default lengths: different, and not powers of two.
 _SHORT = (5, 11, 3)
 _FEW = (3, 7)
@@ -28,14 +28,14 @@ LARGE = 100_000_000
 
 @dataclass(frozen=True)
 class ProbeLengths:
-    """Sequence lengths, and the (name, limit) of model settings whose limit no length exceeds."""
+    """Sequence lengths, and model settings, as (name, limit), that no length exceeds."""
 
     tokens: tuple[int, ...]
     untouched: tuple[tuple[str, int], ...]
 
 
 def lengths_of(model: nn.Module, program: Program, parameters: int) -> ProbeLengths:
-    """Choose lengths, shorter if there are more `parameters`; the second length exceeds as many limits as possible."""
+    """Choose short lengths for many `parameters`; the second length exceeds as many limits as possible."""
     settings = set(_settings(model))
     places = _places(settings, program)
     most = min([LONGEST, max(48, int(_WORK / (12 * max(parameters, 1)))), *places])
@@ -71,7 +71,7 @@ def _places(settings: set[tuple[str, int]], program: Program) -> list[int]:
 
 
 def embeddings(program: Program) -> list[tuple[int, set[str]]]:
-    """Return, for each embedding table before the first block, the number of rows and the fields that index it."""
+    """Return the row count of each embedding table before the first block, and the fields that index the table."""
     graph = program.templates[program.blocks[0].template].graph.graph
     nodes = [n for n in graph.nodes if n.target is aten.embedding.default]
     return [(int(value_of(operands(n)[0]).shape[0]), _read(operands(n)[1])) for n in nodes]

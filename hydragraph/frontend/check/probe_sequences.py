@@ -24,7 +24,13 @@ _TARGETS = 3  # distance between targets, if labels are not the next tokens
 
 @dataclass(frozen=True)
 class ProbeIds:
-    """Exclusive upper bounds of token ids (`count`) and labels (`labels`); `special` ids are never drawn."""
+    """Token ids to draw.
+
+    Attributes:
+        count: exclusive upper bound of ids.
+        special: ids never drawn.
+        labels: exclusive upper bound of labels.
+    """
 
     count: int
     special: frozenset[int]
@@ -42,7 +48,7 @@ class ProbeIds:
 
 
 def ids_read(program: Program, otherwise: int = 2) -> ProbeIds:
-    """Return the ids that a program's embedding tables and loss accept; `otherwise` is the default count."""
+    """Return the ids that a program's embedding tables and loss accept."""
     limits = [limit for limit in field_ranges_of(program) if limit.field == "input_ids"]
     rows = [rows for rows, read in embeddings(program) if read == {"input_ids"}]
     count = min([limit.high for limit in limits] or rows or [otherwise])
@@ -99,7 +105,7 @@ def _field(field: Field, length: int, example: Tensor | None, generator: torch.G
 
 
 def batches(sequences: list[Sequence], key: int | None = None) -> list[tuple[dict[str, Tensor], list[int]]]:
-    """Return two packed batches, each with the indices of its sequences; `key` is the dropout key."""
+    """Return two packed batches, each with its sequences' indices; `key` is the dropout key."""
     draws = None if key is None else DropoutNumbers(key, range(len(sequences)))
     tokens = sum(map(len, sequences))
     padded = next((n for n in _PADDED if tokens % n), tokens + 1)

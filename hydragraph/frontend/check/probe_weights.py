@@ -16,14 +16,14 @@ from hydragraph.frontend.check import scratch_pages
 
 _LENGTH = 131_071  # a prime, so that the rows of a matrix have different noise
 _NOISE = 0.3  # standard deviation of noise, relative to the parameter's standard deviation
-_LEAST = 0.05  # standard deviation of noise: relative to a new matrix's, or absolute for vectors
+_LEAST = 0.05  # minimum standard deviation of noise; for matrices, relative to a new matrix's
 _VECTOR = 0.1  # standard deviation of new vectors, whose mean is 1
-_SHARED = 1 << 22  # minimum elements of a new matrix that shares memory with others
+_SHARED = 1 << 22  # minimum elements of new matrices that share memory
 
 
 @dataclass(frozen=True)
 class DrawnWeights:
-    """Random weights in the dtype `wide`; large new matrices share memory and must not be modified."""
+    """Random weights in the dtype `wide`; large matrices share memory and must not be modified."""
 
     seed: int
     wide: torch.dtype
@@ -50,7 +50,7 @@ class DrawnWeights:
         return weights
 
     def _part(self, value: Tensor, name: str) -> Tensor:
-        """Return a view of shared noise with about the standard deviation of a new matrix."""
+        """Return a view of shared noise, scaled like a new matrix."""
         exponent = round(math.log(value.shape[-1], 16))
         start = _start(name)
         end = start + value.numel()

@@ -26,14 +26,14 @@ class OutputStructure:
     _rebuild: Callable[[Tensor], Any] = staticmethod(lambda hidden: hidden)
 
     def learn(self, _module: nn.Module, _given: Any, output: Any) -> None:
-        """Record the structure of an output, whose first tensor is the hidden state; this is a forward hook."""
+        """Record, as a forward hook, the structure of an output, whose first tensor is the hidden state."""
         leaves, spec = tree_flatten(output)
         first = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._rebuild = lambda hidden: tree_unflatten([*others[:first], hidden, *others[first + 1 :]], spec)
 
     def pass_on(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return the hidden state that a block receives, in the structure of a block's output."""
+        """Return a block's input hidden state in the structure of a block's output."""
         leaves = tree_leaves((arguments, keywords))
         return self._rebuild(next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()))
 
@@ -44,7 +44,7 @@ def reduced(
     """Copy a model with new weights; blocks outside `kept` get no weights and return their input."""
     path, layers = block_list(model, blocks)
     left_out = tuple(f"{path}.{i}." for i in range(len(layers)) if i not in kept)
-    # Parameters that other parts of the model also use get weights.
+    # Parameters used outside the left-out blocks get weights.
     names = model.named_parameters(remove_duplicate=False)
     used = {id(parameter) for name, parameter in names if not name.startswith(left_out)}
     memo = _tensors(model, lambda name, tensor: name.startswith(left_out) and id(tensor) not in used, weights)

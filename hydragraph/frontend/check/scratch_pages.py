@@ -1,4 +1,4 @@
-"""Memory for large tensors written once."""
+"""Memory for large CPU tensors."""
 
 from __future__ import annotations
 

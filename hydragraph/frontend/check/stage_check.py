@@ -1,4 +1,4 @@
-"""Numeric check of a stage's graphs, one per rank, against the unsharded block's graph."""
+"""Numeric check of each rank's graphs in a stage against the unsharded block's graphs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from hydragraph.passes.variants import Library, Variants, local_parameters, voca
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-LARGEST = 1 << 28  # parameters of a compared block
+LARGEST = 1 << 28  # parameters; larger blocks are not compared
 _LENGTHS = ProbeLengths((5, 11, 3), ())
 _OUT = "its output"
 
@@ -84,7 +84,7 @@ class StageCheck:
         return other
 
     def check(self, strategy: Strategy) -> None:
-        """Check all graphs of a strategy's stages; raise Unsupported if one differs from the unsharded block."""
+        """Check a strategy's stages; raise Unsupported if a graph differs from the unsharded block."""
         began = time.perf_counter()
         forms = set[StageKind]()
         errors = [0.0]
@@ -253,7 +253,7 @@ def _run(variant: Variant, inputs: Mapping[str, Any], tangent: Tensor, wide: tor
 
 @dataclass(frozen=True)
 class _Stage:
-    """One block on a stage's ranks; `parameters` and `inputs` are the unsharded block's, by placeholder."""
+    """One block on a stage's ranks; `parameters` and `inputs` belong to the unsharded block."""
 
     form: StageKind
     parameters: Mapping[str, Parameter]

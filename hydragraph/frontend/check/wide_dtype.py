@@ -1,4 +1,4 @@
-"""Execution of models and graphs in one wide dtype, for comparisons without narrow casts."""
+"""Execution of models and graphs in one wide dtype, without casts to narrower dtypes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Wide(TorchFunctionMode):
 
 @contextmanager
 def computing(wide: torch.dtype | None) -> Iterator[None]:
-    """Widen casts and new tensors to a wide dtype while the context is active; None has no effect."""
+    """Use `wide` for new tensors and instead of narrower dtypes in casts; None has no effect."""
     with default_dtype(wide), nullcontext() if wide is None else _Wide(wide):
         yield
 
@@ -72,7 +72,7 @@ class _Widened(fx.Interpreter):
 
 
 def runner(graph: fx.GraphModule, wide: torch.dtype | None) -> Callable[..., Any]:
-    """Return a function that runs a graph with widened casts; if `wide` is None, return the graph.
+    """Return a function that runs a graph in the dtype `wide`; if `wide` is None, return the graph.
 
     Call the function within `default_dtype`.
     """
