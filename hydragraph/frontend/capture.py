@@ -183,8 +183,8 @@ class _Pieces:
     """Model split into templates; `aux` computes the inputs that blocks share.
 
     Attributes:
-        feeds: block name -> indices of the `aux` outputs that the block takes besides the hidden state.
-        sizes: symbol -> size in the example, for the token count and the length of cu_seqlens in this order.
+        feeds: block name -> indices of the `aux` outputs that the block takes.
+        sizes: symbol -> size in the example: the token count, then the length of cu_seqlens.
     """
 
     model: str

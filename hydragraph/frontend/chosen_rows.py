@@ -9,7 +9,7 @@ In a captured graph, the number of rows cannot depend on tensor values, so `with
 
     y = y + torch.where(choice == e, expert(x), 0)
 
-The results are equal if each row depends on only one token, which `token_axes` proves, and if the unselected rows
+Both forms give equal results if each row depends on only one token, which `token_axes` proves, and if unselected rows
 have finite gradients.
 """
 
@@ -53,7 +53,6 @@ class _Selection:
     Attributes:
         mask: the mask, permuted so that the token dimension is the first.
         dims: for each dimension of `mask`, its index in the original mask.
-        sizes: sizes of `mask`.
     """
 
     mask: fx.Node
@@ -62,7 +61,7 @@ class _Selection:
 
 
 def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
-    """Return a graph with all row selections replaced; if there is none, or one is unsupported, the same graph."""
+    """Return a graph without row selections, or the given graph if a selection is unsupported."""
     if not any(_selects(node) for node in graph.graph.nodes):
         return graph
     nodes = fx.Graph()

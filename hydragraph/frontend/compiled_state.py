@@ -1,6 +1,6 @@
 """Detection of changes to a model's Python state that its compiled graphs would ignore.
 
-Changes of large tensors through `.data` are detected in a sample of their bytes.
+Changes of a large tensor through `.data` are detected only in a sample of bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _REMEDY = (
 _PLAIN: tuple[type, ...] = (*PLAIN, range, slice, enum.Enum)
 _NUMBERS = (numbers.Number, np.generic, bytearray, array.array)
 _MISSING = object()
-_WHOLE, _SAMPLED = 1 << 14, 1 << 9  # bytes of a tensor
+_WHOLE, _SAMPLED = 1 << 14, 1 << 9  # bytes of a tensor: maximum to compare entirely, size of a sample
 # Attributes that do not affect graphs.
 _NOTES = frozenset({"_is_hf_initialized", "gradient_checkpointing", "generation_config", "warnings_issued"}) | {
     *("name_or_path", "architectures", "transformers_version", "dtype", "loss_type"),
@@ -67,15 +67,15 @@ _NOTES = frozenset({"_is_hf_initialized", "gradient_checkpointing", "generation_
 
 @dataclass(slots=True)
 class _Names:
-    """Attributes or variables of one module, function or other owner, recorded at compilation.
+    """Attributes or variables of one owner, such as a module or function, at compilation.
 
     Attributes:
         owner: returns the owner, or None if it no longer exists.
         read: returns the owner's values.
         plain: values that are compared directly.
-        others: values of other types, as returned by `_frozen` at compilation.
+        others: values that are compared after `_frozen`.
         known: all names, or None to ignore added names.
-        kind: class of the owner; an added name matters only if the code of this class mentions it.
+        kind: class of the owner; names added later matter only if this class mentions them.
     """
 
     where: str
@@ -123,7 +123,7 @@ class _Module:
 
     Args:
         depends: whether results depend on the flag `training`.
-        drops: whether only dropout depends on `training`.
+        drops: whether `training` affects only dropout.
     """
 
     def __init__(self, name: str, module: nn.Module, depends: bool, drops: bool) -> None:
@@ -190,7 +190,7 @@ class _Module:
 
 
 class CompiledState:
-    """Python state that a step's results depend on, recorded at compilation through weak references.
+    """Python state that a step's results depend on, recorded at compilation.
 
     Args:
         loss: the user's own loss, or None.
@@ -285,7 +285,7 @@ class CompiledState:
         readers: UserFunctions,
         known: frozenset[str] | None = None,
     ) -> None:
-        """Record `values`, some of the values that `read(owner)` returns, and the objects that they refer to."""
+        """Record `values`, a part of `read(owner)`, and the objects that these values refer to."""
         weak = hasattr(owner, "__weakref__") or isinstance(owner, types.FunctionType | functools.partial)
         reference: Callable[[], Any] = weakref.ref(owner) if weak else lambda: owner
         plain = {n: v for n, v in values.items() if isinstance(v, _PLAIN)}

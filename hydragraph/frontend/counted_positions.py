@@ -1,4 +1,4 @@
-"""Replacement of `torch.arange(T)` by `position_ids`, except where it selects rows."""
+"""Replacement of `torch.arange(T)` by `position_ids`, unless the result selects rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
 
-# Operators that use one operand to select rows of another.
+# Operators that select rows of one operand by another operand.
 _CHOOSING = aten_operators("index.Tensor index_put index_select gather scatter.src index_add scatter_add")
 
 

@@ -59,7 +59,7 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
         "read parameters directly or with .detach(), pass tensors as arguments, and replace torch.func with operators",
     ),
 }
-_NAMED = 4  # attributes that an error names
+_NAMED = 4  # maximum attributes in an error
 # Folders of PyTorch and hydragraph.
 _NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _LONGEST = 80  # characters of a code line in an error
@@ -124,7 +124,7 @@ def functional_graph(
     """Return an exported program's graph in functional form, and its signature.
 
     Args:
-        block: whether the graph belongs to a block, whose row selections are then rewritten (`chosen_rows`).
+        block: whether the graph belongs to a block, in which `chosen_rows` rewrites row selections.
 
     Raises:
         Unsupported: the graph writes in place in an unsupported way, or draws random numbers outside dropout.
@@ -211,7 +211,7 @@ def _refuse_operators(graph: fx.GraphModule, where: str) -> None:
             )
             remedy = "use torch.where instead of torch.cond, and einsum or broadcasting instead of torch.vmap"
             raise Unsupported(what, where=where, remedy=remedy)
-        attends = "scaled_dot_product" in str(node.target)  # refused later
+        attends = "scaled_dot_product" in str(node.target)  # `refuse_mixing` rejects it
         if not attends and has_tag(node.target, torch.Tag.nondeterministic_seeded):
             what = f"{node.target} draws random numbers, which would differ between ranks"
             remedy = "use torch.nn.functional.dropout, or disable randomness with model.eval() or model.dropout: false"
@@ -219,7 +219,7 @@ def _refuse_operators(graph: fx.GraphModule, where: str) -> None:
 
 
 def _write_concatenations(graph: fx.Graph) -> None:
-    """Write tensors that are filled slice by slice as concatenations, which tensor parallelism can shard."""
+    """Replace tensors that are filled slice by slice with concatenations, which tensor parallelism can shard."""
     for node in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
         parts = None if any(u.target is node.target for u in node.users) else _parts_written(node)
         if parts is not None:

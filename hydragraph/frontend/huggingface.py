@@ -191,7 +191,7 @@ def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
 
 
 def unplaced_id(model: nn.Module) -> int | None:
-    """Return a RoBERTa-like model's padding id (positions start after it and skip padding); None for other models."""
+    """Return the padding id after which a RoBERTa-like model's positions start, or None for other models."""
     counting = (m for m in model.modules() if hasattr(type(m), "create_position_ids_from_input_ids"))
     ids = (getattr(m, "padding_idx", None) for m in counting)
     return max((int(i) for i in ids if i is not None), default=None)
@@ -219,7 +219,7 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def refuse_own_mixing(model: nn.Module, layers: Mapping[str, Template]) -> None:
-    """Raise Unsupported for a layer that contradicts the model's masks or bypasses the attention interface."""
+    """Raise Unsupported if a layer contradicts the model's masks or bypasses transformers' attention interface."""
     causal = {way for module in model.modules() for way in mask_patterns.directions(module)} == {"causal"}
     where = type(model).__name__
     for name, template in layers.items():

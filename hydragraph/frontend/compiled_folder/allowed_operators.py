@@ -1,4 +1,4 @@
-"""Allow-list of a compiled folder's operators, which never access files, draw random numbers or mutate inputs."""
+"""Allow-list for compiled folders: operators that do not access files, draw random numbers or mutate inputs."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ ON_COLLECTIVES: Mapping[str, int] = {
 ON_SUMS: Mapping[str, int] = {"t": 1, "addmm_": 3}
 ON_STARTED: Mapping[str, int] = {"result": 1}
 
-# Argument types that are always constants, never results of nodes.
+# Types of arguments that are constants, never results of nodes.
 _PLAIN = frozenset({"ScalarType", "MemoryFormat", "Layout", "Device", "str"})
 
 _OF_ONE = frozenset({"operator.neg", "torch.sym_float", "torch.sym_int", "torch.sym_not", "torch._sym_sqrt"})
 
 
 def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> None:
-    """Raise ValueError for a forbidden call, or one with invalid arguments.
+    """Raise ValueError if a call is forbidden or its arguments are invalid.
 
     Args:
         name: target as in graph data, such as "aten::mm.default" or "operator.floordiv".

@@ -1,4 +1,4 @@
-"""Load a compiled folder: validate its data, and load code only from a trusted folder."""
+"""Load a compiled folder: validate data, and load code only if the folder is trusted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class CompiledFolder:
-    """Contents of a compiled folder: a `Library` of variants (forward and backward graphs), built on demand."""
+    """Contents of a compiled folder, as a `Library` that builds variants on demand."""
 
     folder: Path
     manifest: FolderManifest
@@ -45,7 +45,7 @@ class CompiledFolder:
     _files: Mapping[str, bytes] = field(repr=False)
 
     def variant(self, spec: VariantSpec) -> Variant | None:
-        """Return a spec's variant, or None if the folder has none; raise Refused if the variant is invalid."""
+        """Return the variant of `spec`, or None if it is missing; raise Refused if it is invalid."""
         entry = self.manifest.variants.get(spec.key)
         if entry is None:
             return None

@@ -27,7 +27,7 @@ NAME = "manifest.json"
 LARGEST_FILE = 1 << 30  # bytes
 ALWAYS = ("hydragraph", "python", "torch")
 _LIBRARIES = ("transformers", "peft")
-GPU = "the GPU architecture"  # key in the versions if the folder was compiled for a GPU
+GPU = "the GPU architecture"  # key in `versions`, for folders compiled for a GPU
 _MAKERS = ("frontend", "ir", "kernels", "passes", "private")  # folders whose code determines graphs
 
 
@@ -46,7 +46,7 @@ class Refused(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class VariantEntry:
-    """File of a variant. `blocks` and `kind`, the kind of stage, such as tp2s, only inform human readers."""
+    """File of a variant; `blocks` and `kind`, such as tp2s, only inform human readers."""
 
     file: str
     blocks: tuple[str, ...]
@@ -64,7 +64,7 @@ class Check:
     """Results of the numeric check.
 
     Attributes:
-        model: one-line result of the comparison with the model; "": not compared.
+        model: one-line result of the comparison with the model, or "" if not compared.
         stages: description of each passed `StageCheck` comparison, by key.
     """
 
@@ -73,7 +73,7 @@ class Check:
     stages: Mapping[str, str] = field(default_factory=dict)
 
     def covers(self, mode: str) -> bool:
-        """Return whether a check in `mode` can be skipped; a "full" check never is."""
+        """Return whether to skip a check in `mode`; a "full" check is never skipped."""
         return mode == "off" or (mode == "auto" and self.model != "")
 
 
@@ -135,7 +135,7 @@ def _expected(content: bytes) -> ExpectedFile:
 
 
 def read_file(folder: Path, path: str, files: Mapping[str, ExpectedFile]) -> bytes:
-    """Return a file's content; raise Refused if it does not match the manifest or lies outside the folder."""
+    """Return a file's content; raise Refused if the file differs from the manifest or lies outside the folder."""
     expected = files.get(path)
     if expected is None:
         raise Refused(folder, f"{NAME} does not list {path:.200}")
@@ -157,7 +157,7 @@ def read_file(folder: Path, path: str, files: Mapping[str, ExpectedFile]) -> byt
 
 
 def read_json(content: bytes, where: str) -> Any:
-    """Parse JSON without NaN, infinities or duplicate names, or raise Malformed."""
+    """Parse JSON without NaN, infinities or duplicate names, or raise MalformedRecord."""
     try:
         return json.loads(content.decode(), parse_constant=_no_number, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
@@ -183,7 +183,7 @@ def versions(arch: str | None = None) -> dict[str, str]:
 
 
 def version_of(name: str) -> str:
-    """Return a package's version or, if the name is `GPU`, this machine's GPU architecture; "" if there is none."""
+    """Return a package's version, or this machine's GPU architecture for the name `GPU`; "" if missing."""
     if name == GPU:
         return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
     if name == "python":

@@ -1,10 +1,10 @@
-"""Record of a captured model, in parts, so that errors can name what differs in another model.
+"""Record of a model, in parts, so that errors can name the differences between two models.
 
     model       class, loss, list of blocks, fields of the packed batch, and tensors
     config      setting -> value, as JSON
     modules     class -> SHA-256 of the attributes of its instances
     code        Python module -> SHA-256 of the file and of its classes' current methods; name of a replaced
-            library function -> SHA-256 of its replacement
+            library function -> SHA-256 of the replacement
 
 The record ignores weights and settings for text generation.
 """
@@ -32,7 +32,7 @@ _APART = frozenset({"_name_or_path", "architectures", "bos_token_id", "eos_token
 _ATTRIBUTES_APART = frozenset(
     {"training", "name_or_path", "generation_config", "warnings_issued", "_is_hf_initialized", "_weight_conversions"}
 )
-_DEFAULTS = frozenset({("_use_kernels", "False")})  # set only sometimes by transformers
+_DEFAULTS = frozenset({("_use_kernels", "False")})  # transformers sets it only sometimes
 _TENSORS = "the names, shapes or requires_grad of its tensors"
 PARTS = ("model", "config", "modules", "code")
 
@@ -160,6 +160,6 @@ def _instructions(code: CodeType) -> str:
 
 
 def _constant(value: object) -> str:
-    if isinstance(value, frozenset):  # its order differs between processes
+    if isinstance(value, frozenset):  # element order differs between processes
         return repr(sorted(map(repr, value)))
     return _instructions(value) if isinstance(value, CodeType) else repr(value)

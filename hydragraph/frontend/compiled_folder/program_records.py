@@ -21,7 +21,7 @@ _PLACEHOLDERS = ("parameters", "buffers", "inputs")
 
 
 def program_data(program: Program) -> Data:
-    """Convert a program to data; raise ValueError if a graph cannot be represented."""
+    """Convert a program to data; raise ValueError if data cannot represent a graph."""
     plain = ("model", "dtype", "causal", "heads", "unplaced", "positions", "origin", "fingerprint")
     return {
         **{name: getattr(program, name) for name in plain},
@@ -35,7 +35,7 @@ def program_data(program: Program) -> Data:
 
 
 def program_of(value: object) -> Program:
-    """Build a program from data; raise Malformed, naming the field, if a field is invalid."""
+    """Build a program from data; raise MalformedRecord if a field is invalid."""
     plain = ("model", "dtype", "causal", "heads", "unplaced", "positions", "origin", "blocks", "aux")
     data = record_schema.fields(value, (*plain, "fingerprint", "parameters", "buckets", "templates"), "program")
     parts = built_fields(Program, data, plain, "program")
@@ -106,7 +106,7 @@ def _template_of(value: object) -> Template:
     takes = len(template.parameters) + len(template.buffers) + len(template.inputs)
     if len(placeholders_of(graph)) != takes:
         refuse(where, f"the graph has {len(placeholders_of(graph))} placeholders, but the file names {takes}")
-    # The rebuilt graph names symbols differently.
+    # Rebuilding renames symbols, which changes a graph's digest.
     digest = record_schema.text(data["digest"], where)
     traced = record_schema.wholes(data["traced"], where)
     vars(template)["content"] = (digest, template.parameters, template.buffers, template.inputs, traced)

@@ -1,4 +1,4 @@
-"""Schema of a compiled folder's data; the functions raise Malformed for invalid data."""
+"""Schema of a compiled folder's data; invalid data raises MalformedRecord."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 _FORMATS = frozenset({"contiguous_format", "preserve_format", "channels_last", "strided"})
 
-# Absolute values; JSON numbers can exceed the range of these types.
+# Maximum absolute value of each type; JSON numbers can be larger.
 _MOST: Mapping[type, float] = {bool: 1, int: 1 << 63, float: sys.float_info.max}
 
 
@@ -102,7 +102,7 @@ def dtype(value: object, where: str) -> torch.dtype:
 
 
 def record(kind: type[Record], value: object, where: str) -> Record:
-    """Build a dataclass from a mapping with exactly its fields."""
+    """Build a dataclass from a mapping with exactly the dataclass's fields."""
     types = _types(kind)
     parts = built_fields(kind, fields(value, types, where), types, where)
     try:
@@ -240,7 +240,7 @@ class _Graph:
             raise MalformedRecord(f"the method {target!r:.80} is not allowed")
         if len(args) != takes or set(kwargs) != ({"beta"} if target == "addmm_" else set()):
             raise MalformedRecord(f"the method {target} has invalid arguments")
-        # The collectives are a reserved placeholder; a start method returns a started collective.
+        # `COLLECTIVES` is the placeholder of collectives; a start method returns a started collective.
         on = args[0].get("node") if isinstance(args[0], dict) else None
         if on is None or (on == COLLECTIVES, on in self._started) != (target in ON_COLLECTIVES, target in ON_STARTED):
             raise MalformedRecord(f"{on or args[0]!r:.80} does not have the method {target}")
