@@ -24,7 +24,7 @@ def hold_frequencies(model: nn.Module) -> None:
 
 
 def short_positions(model: nn.Module) -> tuple[int, str] | None:
-    """Return the maximum length for longrope's short frequencies and that setting's name; None without longrope."""
+    """Return the maximum length for longrope's short frequencies, and its setting; None without longrope."""
     name = "original_max_position_embeddings"
     original_lengths = [
         int(most)

@@ -1,4 +1,4 @@
-"""Detection of patches and other code that a library model's forward runs but its libraries do not contain."""
+"""Detection of code from outside its libraries, such as patches, that a library model's forward runs."""
 
 from __future__ import annotations
 

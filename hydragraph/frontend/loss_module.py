@@ -48,7 +48,7 @@ def check_loss_of(program: Program, loss: Loss | None) -> None:
 
 
 def name_in_program(attribute: str, name: str) -> str:
-    """Return a buffer's name in a program; buffers of the traced module's `attribute`, the loss, get a prefix."""
+    """Return a buffer's name in a program; names under `attribute`, which holds the loss, get a prefix."""
     return _PREFIX + name.removeprefix(f"{attribute}.") if name.startswith(f"{attribute}.") else name
 
 

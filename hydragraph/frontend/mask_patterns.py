@@ -13,7 +13,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.private.tracing import constant_of
 
 _PLAIN = frozenset({"causal_mask_function", "bidirectional_mask_function"})
-_PACKED = frozenset({"packed_sequence_mask_function"})  # our attention separates sequences
+_PACKED = frozenset({"packed_sequence_mask_function"})  # packed attention separates sequences
 _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
 _WINDOWS = {"sliding_window_overlay": 0, "sliding_window_bidirectional_overlay": 1}
 DIRECTION = "choose a model whose masks and attention layers agree on the direction (is_causal)"
@@ -29,7 +29,7 @@ class MaskPlaceholder:
 
     Attributes:
         both_ways: whether queries also attend to later keys.
-        window: queries attend only to keys at a smaller distance than this.
+        window: queries attend only to keys nearer than this many tokens.
         chunk: queries attend only within chunks of this many tokens.
     """
 

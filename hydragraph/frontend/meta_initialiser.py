@@ -38,9 +38,10 @@ def is_meta(model: nn.Module) -> bool:
 def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -> Iterator[dict[str, Tensor]]:
     """Yield the initial parameters of a model on the meta device, by canonical name, in fp32 on the CPU.
 
+    The first dict has the parameters outside the repeated blocks; one dict per block follows.
+
     Args:
-        blocks: path of the repeated blocks, as in `capture`. The first dict has the parameters outside the blocks; one
-            dict per block follows.
+        blocks: path of the blocks, as in `capture`.
 
     Raises:
         Unsupported: the initialiser does not set a parameter.

@@ -30,7 +30,7 @@ class MiniBatch:
 
     Attributes:
         sequences: sequences, each label at the position that predicts it.
-        lengths: token counts; if any sequence has targets, sequences without targets have 0.
+        lengths: token counts; if any sequence has targets, sequences without targets count as 0.
         tokens: number of targets.
     """
 
@@ -50,8 +50,8 @@ class MiniBatch:
         """Validate sequences or padded batches (`hydragraph.spec.padded`).
 
         Raises:
-            ValueError: a sequence is malformed or violates `limits`, or no sequence has a target, unless
-                `without_targets` is true.
+            ValueError: a sequence is malformed or violates `limits`; or none has a target, and `without_targets` is
+                false.
         """
         checked = tuple(workload.sequence_of(s, i, causal, fields) for i, s in enumerate(sequences_in(given, fields)))
         if not all(limit.holds(checked) for limit in limits):

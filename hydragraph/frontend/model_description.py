@@ -28,7 +28,7 @@ class Indescribable(Exception):  # noqa: N818
 
 
 def attributes(name: str, module: nn.Module) -> list[tuple[str, str]]:
-    """Return a module's attributes except `_HELD` as sorted (name, text) pairs, or raise Unknown."""
+    """Return a module's attributes except `_HELD` as sorted (name, text) pairs, or raise Indescribable."""
     attribute_texts = []
     for attribute, value in vars(module).items():
         if attribute in _HOOKS and value:
@@ -70,7 +70,7 @@ def _value(value: object) -> str:
 
 
 def described_function(function: Callable[..., Any]) -> str:
-    """Describe a library's function by name, and any other function also by its source; raise Unknown for a closure."""
+    """Describe a library's function by name, and other functions also by source; raise Indescribable for closures."""
     if isinstance(function, functools.partial):
         return _value(function)
     if not isinstance(function, FunctionType):
@@ -86,7 +86,7 @@ def described_function(function: Callable[..., Any]) -> str:
 
 
 def source_digest(thing: Any) -> str:
-    """Return the SHA-256 of a class's or function's file, or raise Unknown."""
+    """Return the SHA-256 of a class's or function's file, or raise Indescribable."""
     file = file_of(thing)
     if not file:
         raise Indescribable(f"{thing.__module__}.{thing.__qualname__} has no source file")

@@ -54,7 +54,7 @@ def read_by(model: nn.Module, loss: Any) -> str:
 
 
 def outline(module: nn.Module) -> str:
-    """Describe a block's submodules and plain attributes; equal texts usually mean equal structures of the outputs."""
+    """Describe a block's submodules and plain attributes; equally described blocks usually return equal structures."""
     inside = [(name, type(child).__qualname__) for name, child in module.named_modules()]
     own = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and k not in LAYER_INDEX}
     return repr((inside, sorted(own.items(), key=lambda item: item[0])))

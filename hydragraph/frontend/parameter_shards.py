@@ -1,4 +1,4 @@
-"""Choice of one sharding rule per parameter for all blocks that use it, and annotation of templates."""
+"""Choice of one sharding rule per parameter, for all blocks that use the parameter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def analyse(template: Template, whole: set[str]) -> tuple[Cuts, list[fx.Node]]:
 
 
 def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> set[str]:
-    """Return the names of a template's placeholders for which any block passes a parameter in `whole`."""
+    """Return the template's placeholders to which any block passes a parameter in `whole`."""
     # FX lowercases names, so placeholders are matched by their order.
     placeholders = placeholders_of(template.graph)
     used_as = [block.parameters for block in blocks if block.template == template.name]

@@ -42,7 +42,7 @@ class Adapters:
         return cls(copy.deepcopy(peft_model.peft_config), peft_model.active_adapter) if is_peft(model) else None
 
     def on(self, base: nn.Module) -> nn.Module:
-        """Add new adapters with these configs to another base model."""
+        """Add new adapters with `configs` to a base model."""
         from peft import get_peft_model
 
         (first, config), *others = copy.deepcopy(dict(self.configs)).items()

@@ -13,7 +13,7 @@ from hydragraph.frontend.state_readers import variables_of
 
 
 def rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Make functions in a deep copy's attributes refer to the copied objects; `memo` is the memo of the copy."""
+    """Make functions in a copy's attributes refer to copied objects; `memo` is the memo of `copy.deepcopy`."""
     rebuilt: dict[int, Any] = {}
     for module in copied.modules():
         for name, value in list(vars(module).items()):

@@ -1,4 +1,4 @@
-"""Eager dropout with the masks that a captured program draws."""
+"""Dropout in eager models, with the masks of captured programs."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class BlockCall:
     flat_tokens: bool  # whether the model passes the hidden state as [T, H]
     own: Callable[..., Any] | None = field(repr=False)  # a forward set on the instance
     form: str  # expected structure of the output, as returned by a similar block
-    feeds: tuple[int, ...] | None = None  # if one node stands for all blocks, indices of this block's inputs in it
+    feeds: tuple[int, ...] | None = None  # indices of this block's inputs in the node that stands for all blocks
 
     def called(self) -> str:
         """Return a digest of the arguments; tensors count only by shape and dtype."""
@@ -154,8 +154,7 @@ def capture_skeleton(
 
     Args:
         traced: a meta copy, which tracing may change.
-        listed: the model's blocks, in the order in which the model must call them; blocks with equal outlines must
-            return the same output structure.
+        listed: the model's blocks, in call order; blocks with equal outlines must return equal output structures.
     """
     sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}

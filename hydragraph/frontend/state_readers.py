@@ -41,7 +41,7 @@ SEQUENCES = (
 ATOMS: frozenset[type] = frozenset({bool, int, float, complex, str, bytes, type(None)})
 PLAIN: tuple[type, ...] = (*ATOMS, torch.dtype, torch.device)
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-# Prefixes of classes whose objects other code changes.
+# Prefixes of classes whose objects change outside a model's code.
 _LIVE = (
     *("torch.optim.", "torch._C.Generator", "threading.Event", "queue.", "multiprocessing.", "ctypes."),
     *("_thread._local", "_contextvars.ContextVar", "os._Environ"),
@@ -66,7 +66,7 @@ def library_of(kind: type) -> str | None:
 
 
 def base_library_of(kind: type) -> str | None:
-    """Return the library of the first library class in the MRO, skipping nn.Module; None if there is none."""
+    """Return the library of the first class in the MRO, except nn.Module, that a library defines, or None."""
     return next((library for k in kind.__mro__ if k not in (nn.Module, object) and (library := library_of(k))), None)
 
 
@@ -83,7 +83,7 @@ class UserFunctions:
 
     Attributes:
         names: every name and string constant in these functions.
-        modules: for each Python module, its names that these functions may read.
+        modules: Python module -> its names that these functions may read.
     """
 
     def __init__(self, model: nn.Module, loss: Any) -> None:
@@ -186,7 +186,7 @@ class UserFunctions:
 
 
 def referent(value: Any) -> Any:
-    """Return the object of a weak reference, proxy or built-in method, or any other value itself."""
+    """Dereference a weak reference, proxy or built-in method; return any other value unchanged."""
     if type(value) in weakref.ProxyTypes:
         return value.__init__.__self__
     if isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType | type | None):
@@ -200,7 +200,7 @@ def _wrapped(values: Iterable[Any]) -> list[Any]:
 
 
 def parts_of(value: Any) -> Mapping[Any, Any]:
-    """Return the entries of a container, by key or index, without numbers and texts."""
+    """Return a container's entries by key or index, without numbers and texts."""
     if isinstance(value, Mapping):
         parts = dict(value)
     else:
@@ -283,7 +283,7 @@ def _arguments(function: CodeType, operations: tuple[str, ...]) -> tuple[Any, ..
 
 
 def variables_of(function: FunctionType) -> dict[str, Any]:
-    """Return the values of a function's closure variables, without those that are not set."""
+    """Return the values of a function's closure variables, without unset variables."""
     variables = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):
@@ -314,7 +314,7 @@ def rates_of(module: nn.Module) -> dict[str, float]:
 
 
 def names_of(code: CodeType) -> Iterator[str]:
-    """Yield the names in code, and the string constants, which `getattr` may read."""
+    """Yield the names and string constants in code; `getattr` may get a constant as a name."""
     for code_object in _codes(code):
         yield from code_object.co_names
         yield from (constant for constant in code_object.co_consts if isinstance(constant, str))

@@ -23,7 +23,7 @@ from hydragraph.private.tracing import symbol_name
 def capture_template(call: BlockCall, hints: dict[str, int]) -> Template:
     """Trace a block to a template with the inputs "hidden" and "other.{i}".
 
-    The inputs "other.{i}" are the block's other tensor arguments, followed by the `ADDED` fields.
+    The inputs "other.{i}" are the block's remaining tensor arguments, followed by the `ADDED` fields.
     """
     symbols: dict[str, torch.export.Dim] = {}
     examples = [_example(tensor, hints, symbols, call.name) for tensor in call.inputs]

@@ -9,7 +9,7 @@ The proof sorts values into four kinds:
 
 Operators on terms must keep rows separate (`keeps`), or select rows by bounds or a mask. Lengths are the only bounds
 that may weight terms. Totals may only be scaled or added. An index computed from bounds must select rows of the same
-sequence; `_Bound` lists which rows it can select.
+sequence; `_Bound` lists the kinds of indices.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _FINDS = aten_operators("""
 _OF_NEIGHBOURS = aten_operators("slice.Tensor select.int narrow cat cumsum diff repeat_interleave.Tensor")
 _SEARCHES = {aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}  # index of the searched argument
 _QUOTIENTS = aten_operators("floor_divide floor_divide.Scalar div.Tensor_mode div.Scalar_mode")
-_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # hold all positions
+_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # represent all positions
 _WHOLE_ROW = "weights tokens by their position in the packed row; only position_ids and lengths may be weights"
 _ACROSS = "computes a term from several tokens or sequences"
 _SIZED = "computes with a number of tokens or sequences"
@@ -77,9 +77,9 @@ class _Bound(Enum):
     END = auto()  # the token after each sequence
     INSIDE = auto()  # a token of each sequence
     BEFORE = auto()  # tokens before each sequence's end
-    AFTER = auto()  # tokens from each sequence's start on
+    AFTER = auto()  # tokens after each sequence's start
     OWNER = auto()  # each token's sequence
-    NEXT = auto()  # the sequence after each token's
+    NEXT = auto()  # each token's sequence, plus 1
     COUNT = auto()  # 0, 1, 2, ...
     LENGTH = auto()  # differences of positions
     INDEX = auto()  # other values
@@ -302,7 +302,7 @@ def _takes_by_bounds(node: fx.Node, dim: int, told: Container[fx.Node]) -> bool:
 
 
 def _takes_own_rows(node: fx.Node, dim: int, told: Mapping[fx.Node, _Bound]) -> bool:
-    """Return whether an index by bounds pairs each token with its own sequence."""
+    """Return whether an index from bounds pairs each token with the token's sequence."""
     first, *others = operands(node)
     if node.target in (aten.index.Tensor, aten.index_put.default):
         index: Any = others[0][dim] if len(others[0]) > dim else None

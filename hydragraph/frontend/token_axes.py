@@ -1,7 +1,7 @@
 """Allow-list of operators that keep packed tokens separate.
 
 A value *has tokens* if it contains data for each token along one dimension of size T. Operators may combine values
-without tokens freely, unless the values or sizes depend on the packing, as `arange(T)` does.
+without tokens freely, unless these values or their sizes depend on the packing, as `arange(T)` does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hydragraph.private.tracing import symbol_name, symbols_in
 
 aten = torch.ops.aten
 
-# Operators along the dimensions in their argument `dim`, by default all.
+# Operators along the dimensions in the argument `dim`, by default all.
 _ALONG = aten_operators("""
     softmax.int _softmax log_softmax.int _log_softmax logsumexp logcumsumexp cumsum cumprod cummax
     mean.dim sum.dim_IntList prod.dim_int amax amin aminmax max.dim min.dim argmax argmin any.dim all.dim
@@ -72,7 +72,7 @@ _BATCH_NORMS = aten_operators("batch_norm _native_batch_norm_legit_no_training")
 
 
 def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str] | None:
-    """Return the first operator that may mix tokens, and how; None if there is none.
+    """Return the first operator that may mix tokens, and how, or None.
 
     Args:
         tokens: symbol of the token count.
@@ -87,7 +87,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
         dims = token_dims(node, tokens)
         if node.op == "placeholder" and len(dims) == 1:
             rows[node] = TokenRows(dims[0], 1)
-        # The graph's results, and operands of its loss, must be in batch order.
+        # The graph's results and the loss's operands must be in batch order.
         is_loss = node.target in LOSSES and _is_returned(node)
         if node.op == "output" or is_loss:
             teller = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
@@ -137,7 +137,7 @@ def _problem(
     teller = next((n for n in node.all_input_nodes if routing.tells(n)), None) if not from_sizes else None
     if teller is not None:
         return (str(teller.target), COUNTS) if teller.target in ARANGES else _ROUTED
-    # Without tokens, a value of size T may count them.
+    # A value of size T without token data may count tokens.
     sized = not with_tokens and (bool(dims) or any(token_dims(n, tokens) for n in node.all_input_nodes))
     if sized and not (from_sizes or node.target in RESHAPES or node.target in _MOVES or _is_pointwise(node)):
         return COUNTS

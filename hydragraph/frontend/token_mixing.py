@@ -34,7 +34,7 @@ def _remedy(operator: str) -> str:
 
 
 def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None:
-    """Raise Unsupported for attention across sequences, options that use a whole batch, and token pairs or shifts.
+    """Raise Unsupported if a graph attends across sequences, computes over a batch, or pairs or shifts tokens.
 
     Args:
         tokens: symbol of the token count, or None to allow pairs and shifts.
@@ -84,14 +84,14 @@ def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str 
 
 
 def field_of(node: fx.Node) -> str | None:
-    """Return the name of the placeholder that a value is a cast or copy of, or None."""
+    """Return the placeholder's name if a value is a cast or copy of a placeholder."""
     while node.target in SAME:
         (node, *_) = operands(node)
     return node.name if node.op == "placeholder" else None
 
 
 def _pairs_or_shifts(node: fx.Node, tokens: str) -> bool:
-    """Return whether a value's shape contains the token count twice, or a size with + or -."""
+    """Return whether a shape contains the token count twice, or a size with + or -."""
     value = value_of(node)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False

@@ -2,10 +2,10 @@
 
 Examples of orders, for 3 tokens a b c with 2 experts each:
 
-    a b c           1          one row per token
-    a a b b c c     2          two rows for each token, as in a flattened [T, 2]
-    a b c a b c     Copies(2)  all tokens twice, as in a flattened [2, T]
-    b a c a c b     a sort     rows of an order above, sorted by a value such as the chosen expert
+    a b c           1                  one row per token
+    a a b b c c     2                  two rows for each token, as in a flattened [T, 2]
+    a b c a b c     RepeatedTokens(2)  all tokens twice, as in a flattened [2, T]
+    b a c a c b     a sort             rows of an order above, sorted by a value such as the chosen expert
 
 An operator that keeps rows separate also keeps tokens separate if its operands share one order. Positions of rows
 (`RowPointers`) may only serve as indices, because they depend on other tokens. Counts of rows per sort key (`histc`)

@@ -53,7 +53,7 @@ _UNPACKED: Mapping[type[nn.Module], tuple[str, str]] = {
 
 
 _LARGEST = 1 << 16  # elements; larger arrays are not compared
-_MOST = 256  # compared entries of a container
+_MOST = 256  # maximum compared entries per container
 
 
 def refuse_unseen(model: nn.Module) -> None:
@@ -82,7 +82,7 @@ def _refuse_common_memory(model: nn.Module) -> None:
         if shares_elements_with_itself(parameter):
             raise _in_common(name, "itself: it was expanded, so several elements share memory")
     places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
-    # In address order, a tensor overlaps earlier tensors only if it overlaps the one that ends last.
+    # In address order, a tensor that overlaps any earlier tensor overlaps the earlier tensor that ends last.
     end, furthest = 0, ""
     for first, after, name in sorted(places):
         if first < end and (name in learnt or furthest in learnt):
@@ -206,7 +206,7 @@ def _attributes_of(module: nn.Module) -> dict[str, object]:
 def _state_in(place: str, value: object, seen: dict[int, object], depth: int = 4) -> Iterator[tuple[str, str]]:
     value = referent(value)
     if isinstance(value, bool | Tensor | nn.Module | FunctionType | ModuleType) or id(value) in seen:
-        return  # flags change once, such as after a warning
+        return  # flags may change, such as after a warning
     if isinstance(value, str | bytes | bytearray | Number | np.generic):
         yield place, repr(value)
         return

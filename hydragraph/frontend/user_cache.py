@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-_LARGEST = 1 << 28  # bytes of a file's JSON
+_LARGEST = 1 << 28  # maximum bytes of JSON
 Built = TypeVar("Built")
 
 _LOG = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def read_packed(path: Path, build: Callable[[bytes], Built]) -> Built | None:
 
 
 def write_packed(path: Path, data: Callable[[], object], most: int) -> None:
-    """Write data atomically if JSON can represent it, and keep at most `most` files of its kind."""
+    """Write data atomically if JSON can represent it, and keep at most `most` files of a kind."""
     try:
         content = json.dumps(data(), allow_nan=False)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -93,7 +93,7 @@ _OF_ONE = frozenset({"operator.neg", "torch.sym_float", "torch.sym_int", "torch.
 
 
 def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> None:
-    """Raise ValueError if a call is forbidden or its arguments are invalid.
+    """Raise ValueError for a forbidden call or for invalid arguments.
 
     Args:
         name: target as in graph data, such as "aten::mm.default" or "operator.floordiv".
