@@ -164,7 +164,7 @@ class _Notes(TorchDispatchMode):
     def __init__(self, block: nn.Module, inputs: list[Tensor]) -> None:
         super().__init__()
         self.lines: list[str] = []
-        self.unknown = False  # whether a tensor has an unknown origin and values that cannot be compared
+        self.unknown = False  # whether a tensor has neither a known origin nor comparable values
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []  # references prevent the reuse of ids
         tensors = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
@@ -176,7 +176,7 @@ class _Notes(TorchDispatchMode):
             self.lines.append(f"input {i} {list(tensor.shape)} {tensor.dtype}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = f"{self.text(args)} {self.text(kwargs or {})}"  # before `func` writes into its operands
+        operands = f"{self.text(args)} {self.text(kwargs or {})}"  # before `func`, which may overwrite operands
         result = func(*args, **(kwargs or {}))
         self._name(result)
         self.lines.append(f"{func} {operands} {torch.is_grad_enabled()} {_form(result)}")

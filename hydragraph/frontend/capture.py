@@ -229,7 +229,7 @@ class _Skeleton:
     """Exported graph of a model whose blocks are opaque operators.
 
     Attributes:
-        example: sizes of the traced batch, by name: "T" and "N+1".
+        example: "T" and "N+1" -> size in the traced batch.
     """
 
     graph: fx.GraphModule

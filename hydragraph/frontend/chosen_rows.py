@@ -51,8 +51,8 @@ class _Selection:
     """Mask over tokens, or over tokens and their chosen experts.
 
     Attributes:
-        mask: the mask, permuted so that the token dimension is the first.
-        dims: for each dimension of `mask`, its index in the original mask.
+        mask: the mask, permuted so that the token dimension comes first.
+        dims: index in the original mask of each dimension of `mask`.
     """
 
     mask: fx.Node

@@ -1,6 +1,6 @@
 """Detection of changes to a model's Python state that its compiled graphs would ignore.
 
-Changes of a large tensor through `.data` are detected only in a sample of bytes.
+Changes of a large tensor through `.data` are detected only in a sample of its bytes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Names:
         owner: returns the owner, or None if it no longer exists.
         read: returns the owner's values.
         plain: values that are compared directly.
-        others: values that are compared after `_frozen`.
+        others: values of other types, as `_frozen` returns them.
         known: all names, or None to ignore added names.
         kind: class of the owner; names added later matter only if this class mentions them.
     """

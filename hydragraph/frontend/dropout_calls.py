@@ -1,7 +1,7 @@
 """Dropout in traced graphs, with random numbers computed from a key per token instead of a generator.
 
 `number_calls` numbers the calls of dropout, and of attention with dropout, before nodes are reordered or removed.
-`add_keys` adds these inputs of the calls:
+`add_keys` adds two inputs for the calls:
 
     dropout_keys    [1, T, 2] int64, a field of the packed batch: see `hydragraph.kernels.philox`
     dropout_block   0-d int64, the number of the block

@@ -198,7 +198,7 @@ def unplaced_id(model: nn.Module) -> int | None:
 
 
 def positions(model: nn.Module) -> tuple[int, str] | None:
-    """Return the maximum number of positions per sequence and the name of its config setting, or None."""
+    """Return the maximum number of positions per sequence and the config setting that limits it, or None."""
     config = base_model(model).config
     said = [(getattr(config, name, None), name) for name in ("max_position_embeddings", "n_positions")]
     named = next(((most, name) for most, name in said if type(most) is int and most > 0), None)

@@ -1,4 +1,4 @@
-"""Detection of code from outside its libraries, such as patches, that a library model's forward runs."""
+"""Detection of code, such as patches, that a library model's forward runs from outside its libraries."""
 
 from __future__ import annotations
 

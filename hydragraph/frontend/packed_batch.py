@@ -49,7 +49,7 @@ def pack(
     """Concatenate sequences into one packed batch.
 
     Args:
-        multiple: a sequence without targets pads the token count to a multiple of this, and to at least 2.
+        multiple: divisor of the token count after padding with a sequence without targets; at least 2 tokens result.
         several: whether to add a padding sequence if there is only one sequence.
         unplaced: token id that gets position -1 and does not advance positions.
 
@@ -76,7 +76,7 @@ def pack(
         batch[name] = torch.cat([*(s.extra[name] for s in sequences), blank])[None]
     if draws is not None:
         batch[DROPOUT_KEYS] = keys_of(draws.key, lengths, [*draws.numbers, *[-1] * bool(blanks)])
-    if device is not None:  # from pinned memory, the copy is asynchronous
+    if device is not None:  # copies from pinned memory are asynchronous
         pinned = {n: v.pin_memory() if device.type == "cuda" else v for n, v in batch.items()}
         batch = {name: value.to(device, non_blocking=True) for name, value in pinned.items()}
     return batch | {"max_length": torch.tensor(max(lengths))}

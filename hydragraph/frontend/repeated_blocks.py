@@ -1,4 +1,4 @@
-"""Copies of a model on the meta device, and search for its repeated blocks."""
+"""Copies of models on the meta device, and search for repeated blocks."""
 
 from __future__ import annotations
 

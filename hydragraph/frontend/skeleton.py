@@ -74,7 +74,7 @@ class FlatBlock(nn.Module):
             output = forward(*arguments, **keywords)
         hidden = hidden_output(output, call.name)[0]
         if call.form != form_of(output):
-            what = "the output is structured differently from that of an otherwise equal block"
+            what = "the output has another structure than that of a block with the same submodules and attributes"
             raise Unsupported(what, where=call.name, remedy="let all blocks return their hidden state in the same way")
         return hidden.unsqueeze(0) if call.flat_tokens else hidden
 

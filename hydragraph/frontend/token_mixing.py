@@ -91,7 +91,7 @@ def field_of(node: fx.Node) -> str | None:
 
 
 def _pairs_or_shifts(node: fx.Node, tokens: str) -> bool:
-    """Return whether a shape contains the token count twice, or a size with + or -."""
+    """Return whether a shape contains the token count twice, or a size such as T + 1."""
     value = value_of(node)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False

@@ -8,8 +8,8 @@ Examples of orders, for 3 tokens a b c with 2 experts each:
     b a c a c b     a sort             rows of an order above, sorted by a value such as the chosen expert
 
 An operator that keeps rows separate also keeps tokens separate if its operands share one order. Positions of rows
-(`RowPointers`) may only serve as indices, because they depend on other tokens. Counts of rows per sort key (`histc`)
-may only determine where each expert's rows end.
+(`RowPointers`) may only serve as indices, because positions depend on other tokens. Counts of rows per sort key
+(`histc`) may only determine where each expert's rows end.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Counter(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Number of rows with each key of a sort; if `ends`, index after the last row with each key."""
+    """Number of rows per key of a sort; if `ends`, index after the last row of each key."""
 
     sort: fx.Node
     ends: bool
@@ -86,7 +86,7 @@ class RoutingTracker:
     def __init__(self, rows: dict[fx.Node, TokenRows], tokens: str) -> None:
         self._rows = rows
         self._tokens = tokens
-        self._telling: dict[fx.Node, RowPointers | Counter | Counts] = {}  # values that reveal other tokens
+        self._telling: dict[fx.Node, RowPointers | Counter | Counts] = {}  # values that depend on other tokens
         self._sorted: dict[fx.Node, fx.Node] = {}  # sort keys of rows, in sorted order -> the sort
         self._handlers: tuple[tuple[Collection[Any], Callable[[fx.Node], Followed]], ...] = (
             (SAME, self._same),

@@ -30,7 +30,7 @@ def packed_path(kind: str, key: str) -> Path:
 
 
 def read_packed(path: Path, build: Callable[[bytes], Built]) -> Built | None:
-    """Build an object from a file's JSON, and mark the file as used; None if unreadable."""
+    """Build an object from a file's JSON, or return None; mark the file as used."""
     try:
         packed = path.read_bytes()
     except OSError:

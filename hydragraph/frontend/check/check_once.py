@@ -16,7 +16,7 @@ _latest: list[Variants] = []  # graphs of the last checked program
 
 
 def mode_of(asked: str | bool) -> str:
-    """Return a check mode, or raise ValueError; YAML reads `off` as False."""
+    """Return a check mode, or raise ValueError; False, YAML's `off`, means "off"."""
     mode = "off" if asked is False else asked
     if mode not in MODES:
         raise ValueError(f"'check' is {asked!r}: use one of {', '.join(map(repr, MODES))}")

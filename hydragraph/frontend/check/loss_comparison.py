@@ -23,7 +23,7 @@ class ErrorBound:
     all: float
 
 
-# Correct computations differ by 1e-7 to 1e-5 in fp32 and by 1e-15 to 1e-12 in fp64; bugs cause at least 1e-3.
+# Correct results differ by 1e-7 to 1e-5 in fp32 and by 1e-15 to 1e-12 in fp64, wrong results by 1e-3 or more.
 SINGLE = ErrorBound(1e-4, 1e-6)
 DOUBLE = ErrorBound(1e-7, 1e-9)
 
@@ -34,7 +34,7 @@ class Difference:
 
     Attributes:
         parameter: the parameter whose gradient differs; "" for the loss.
-        ratio: the error divided by its bound.
+        ratio: error divided by the allowed error.
     """
 
     parameter: str
@@ -55,7 +55,7 @@ class GradientComparison:
 
     Args:
         computed: gradients by name; modified in place.
-        norms: norms of the expected gradients, or None to use those of the computed gradients.
+        norms: norms of the expected gradients; None uses the norms of the computed gradients.
     """
 
     def __init__(self, computed: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Copies of library models with smaller widths, which are cheaper to check.
+"""Copies of library models with smaller widths, for a cheaper numeric check.
 
 The graphs of a copy and its model must have the same text, except for width-dependent numbers.
 """
@@ -118,7 +118,7 @@ class LibraryModel:
         return cls(type(base), copy.deepcopy(base.config), Adapters.of(model), tensors, model.training, arguments)
 
     def narrowed(self, program: Program) -> NarrowModel | None:
-        """Return a narrow copy whose program differs only in widths, or None if no factor yields one."""
+        """Return a narrow copy whose program differs only in widths, or None if all factors fail."""
         for factor in FACTORS:
             try:
                 built = self.at(factor)

@@ -74,7 +74,7 @@ class Attempt:
         return str(self.dtype).removeprefix("torch.")
 
     def is_training(self, dtype: torch.dtype) -> bool:
-        """Return whether training in `dtype` computes exactly as this attempt does."""
+        """Return whether training in `dtype` computes exactly like this attempt."""
         return not self.widened and self.dtype is dtype
 
 
@@ -161,7 +161,6 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
         if isinstance(result, str):
             return replace(checked, problem=result)
     done = [result for result in results if not isinstance(result, str)]
-    # `ratio` is also defined for zero gradients.
     errors = [difference.ratio * attempt.bound.own for difference, attempt in done]
     worst, attempt = done[errors.index(max(errors))]
     return replace(

@@ -14,7 +14,7 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.graph_node import aten, operands
 from hydragraph.private.tracing import ancestors_of
 
-# Settings that give a length beyond which attention may change.
+# Settings whose values are lengths at which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
 LONGEST = 512  # tokens of a sequence
@@ -35,7 +35,7 @@ class ProbeLengths:
 
 
 def lengths_of(model: nn.Module, program: Program, parameters: int) -> ProbeLengths:
-    """Choose short lengths for many `parameters`; the second length exceeds as many limits as possible."""
+    """Choose short lengths for many `parameters`; the second length exceeds as many model limits as possible."""
     settings = set(_settings(model))
     places = _places(settings, program)
     most = min([LONGEST, max(48, int(_WORK / (12 * max(parameters, 1)))), *places])
