@@ -110,7 +110,7 @@ def refuse_state_between(module: nn.Module, blocks: Sequence[nn.Module], batch: 
         return
     for (number, before, _), (after, later) in zip(calls, repeated, strict=True):
         if None not in (before, after) and before != after == later:
-            what = "the block reads something that the model changes between blocks, but is traced with the final value"
+            what = "the block reads a value that the model changes between blocks, but is traced with the final value"
             raise Unsupported(what, where=f"layer.{number}", remedy="pass this value to the block as an argument")
 
 

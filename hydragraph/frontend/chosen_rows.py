@@ -75,8 +75,8 @@ def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
     copied.graph.eliminate_dead_code()
     copied.recompile()
     _LOG.warning(
-        "%s: processes all tokens instead of only those that a mask selects, so n experts cost as much as n dense "
-        "layers; to compute only chosen experts, use a mixture-of-experts model of transformers (Mixtral, Qwen3-MoE)",
+        "%s: the block processes all tokens instead of only those that a mask selects, so n experts cost as much as n "
+        "dense layers; to compute only chosen experts, use an MoE model of transformers (Mixtral, Qwen3-MoE)",
         where,
     )
     return copied

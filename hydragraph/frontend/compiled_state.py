@@ -73,7 +73,7 @@ class _Names:
         owner: returns the owner, or None if it no longer exists.
         read: returns the owner's values.
         plain: values that are compared directly.
-        others: values of other types, as `_frozen` returns them.
+        others: values of other types, converted by `_frozen`.
         known: all names, or None to ignore added names.
         kind: class of the owner; names added later matter only if this class mentions them.
     """
@@ -144,7 +144,7 @@ class _Module:
         if module is None:
             return
         if (type(module), type(module).forward) != self.forward:
-            raise _refused(self.where, "its class or the class's forward was replaced after hg.compile")
+            raise _refused(self.where, "the module's class or the class's forward was replaced after hg.compile")
         if number_of_hooks(module) != self.hooks:
             for kind, hook in hooks_of(module):
                 name = getattr(hook, "__qualname__", type(hook).__name__)

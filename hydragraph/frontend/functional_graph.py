@@ -81,8 +81,8 @@ def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
     if all(part in text for part in _TWO_DEVICES):
         named = f"a tensor that is not a parameter or buffer{_of_attributes(module)}"
         remedy = (
-            "register this tensor with register_buffer (its module in an nn.ModuleList; a loss may be a module), or "
-            "create it in forward with device=x.device"
+            "register this tensor with register_buffer, in a module that the model or loss contains, or "
+            "create the tensor in forward with device=x.device"
         )
         what = f"forward or loss computes with {named}, which would stay on the CPU"
         return Unsupported(what, where=where, remedy=remedy)

@@ -244,7 +244,7 @@ def refuse_unsupported(model: nn.Module, loss: object = None) -> None:
     if is_huggingface(model):
         _refuse_additional_losses(base_model(model))
         if loss is None and hasattr(base_model(model), "_loss_function"):
-            what = "the model's loss_function was replaced, but without loss=, training uses the cross-entropy"
+            what = "the model's loss_function was replaced, but training uses cross-entropy unless loss= is passed"
             raise Unsupported(what, where=where, remedy="pass the loss to hydragraph as loss=")
         _refuse_own_attention(model)
         _refuse_linear_biases(model)

@@ -43,7 +43,7 @@ def check_loss_of(program: Program, loss: Loss | None) -> None:
     needed = {name for block in program.blocks for name in block.buffers if name.startswith(_PREFIX)}
     missing = sorted(needed - loss_buffers(loss).keys())
     if missing:
-        what = f"it needs the loss's buffer {missing[0].removeprefix(_PREFIX)!r}, but loss= has no such buffer"
+        what = f"a block reads the loss's buffer {missing[0].removeprefix(_PREFIX)!r}, which loss= does not have"
         raise ValueError(f"program: {what}; pass the loss module that the program was captured with")
 
 

@@ -39,7 +39,7 @@ def refuse_other_dtypes(model: nn.Module) -> None:
             raise Unsupported("the parameter has no elements", where=name, remedy=remedy)
         if parameter.dtype not in _FLOATS:
             what = f"the parameter is {parameter.dtype}, which fp32 master weights do not support"
-            remedy = "register it as a buffer (register_buffer) if it is a constant, or dequantize the model"
+            remedy = "register a constant as a buffer (register_buffer), or dequantize the model"
             raise Unsupported(what, where=name, remedy=remedy)
 
 

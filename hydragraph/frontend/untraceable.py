@@ -46,7 +46,7 @@ _UNPACKED: Mapping[type[nn.Module], tuple[str, str]] = {
         "use hydragraph.varlen_attention to mix tokens, or an nn.GRUCell to gate each token",
     ),
     nn.EmbeddingBag: (
-        "finds its bags by their offsets in the packed row",
+        "finds bags by offsets in the packed row",
         "use nn.Embedding on indices [T, bag size], and sum or average the result over dimension 1",
     ),
 }

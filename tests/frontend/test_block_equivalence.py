@@ -164,7 +164,7 @@ NAMES = types.SimpleNamespace(odd=False)
 def test_what_a_model_sets_between_blocks_is_refused(
     mark: Callable[[Any, int], None], read: Callable[[Any], Any]
 ) -> None:
-    with pytest.raises(Unsupported, match=r"layer.1: the block reads something that the model changes between blocks"):
+    with pytest.raises(Unsupported, match=r"layer.1: the block reads a value that the model changes between blocks"):
         capture(Between(mark, read))
     capture(Between(lambda model, i: mark(model, 1), read))
 

@@ -199,7 +199,7 @@ def test_a_selection_is_computed_for_all_rows_with_equal_gradients_and_its_block
 ) -> None:
     graph, tokens = traced(compute)
     said = [r.getMessage().partition(",")[0] for r in caplog.records if r.name == chosen_rows.__name__]
-    assert said == ["layer.0: processes all tokens instead of only those that a mask selects"]
+    assert said == ["layer.0: the block processes all tokens instead of only those that a mask selects"]
     assert mixing(graph, tokens) is None
     for length in (2, 11):
         results = []

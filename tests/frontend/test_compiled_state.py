@@ -133,7 +133,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         "was added, removed or moved",
     ),
     "no bias": (lambda m: setattr(m[0].linear, "bias", None), "0.linear.bias: the tensor was removed"),
-    "another class": (lambda m: setattr(m[0], "__class__", Switching), "0: its class or the class's forward"),
+    "another class": (lambda m: setattr(m[0], "__class__", Switching), "0: the module's class or the class's forward"),
     "another order": (lambda m: m._modules.update({"0": m._modules.pop("0")}), "added, removed or moved"),
     "another module": (lambda m: setattr(m[0], "norm", nn.LayerNorm(4)), "the module 'norm' was replaced"),
     "a hook": (lambda m: m[1].register_forward_hook(print), r"1: a forward hook \(print\) was registered"),

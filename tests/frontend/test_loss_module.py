@@ -87,5 +87,5 @@ def test_a_program_is_run_with_the_loss_that_it_was_captured_with() -> None:
     with pytest.raises(ValueError, match=r"captured with another loss=.*; pass that loss, or no loss=, to"):
         hg.compile(model, "<tp1,pp1>", device="cpu", program=program, loss=Weighted(50))
     elsewhere = pickle.loads(pickle.dumps(program))
-    with pytest.raises(ValueError, match=r"program: it needs the loss's buffer 'weights', .*; pass the loss module"):
+    with pytest.raises(ValueError, match=r"a block reads the loss's buffer 'weights', .*; pass the loss module"):
         hg.compile(model, "<tp1,pp1>", device="cpu", program=elsewhere)

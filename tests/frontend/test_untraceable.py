@@ -290,7 +290,7 @@ class Functional(nn.Module):
         ),
         (lambda: Functional(sparse=True), r"Own before its first block: sparse=True"),
         (lambda: torch.compile(nn.Embedding(101, 32)), "tokens: OptimizedModule wraps another"),
-        (lambda: nn.EmbeddingBag(101, 32), "tokens: EmbeddingBag finds its bags .*; use nn.Embedding on .*, and sum"),
+        (lambda: nn.EmbeddingBag(101, 32), "tokens: EmbeddingBag finds bags .*; use nn.Embedding on .*, and sum"),
         (lambda: nn.GRU(32, 32), "tokens: GRU passes a state .*, across sequences; use hydragraph.varlen_attention"),
     ],
 )

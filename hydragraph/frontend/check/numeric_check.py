@@ -284,7 +284,7 @@ class _Comparer:
         padded = difference is not None and difference.ratio <= 1 and subject.loss is not token_cross_entropy
         if padded and depends_on_padding(captured[-1], ran[-1], attempt.bound.own):
             where = f"{type(subject.model).__name__} after its last block"
-            raise Unsupported("tokens that pad a batch change the loss", where=where, remedy=_OF_LOSS)
+            raise Unsupported("padding tokens change the loss", where=where, remedy=_OF_LOSS)
         return difference
 
     def _refusal(

@@ -96,17 +96,17 @@ def load(
     if ranks is not None and manifest.ranks not in (None, ranks):
         again = f"hydragraph compile CONFIG --ranks {ranks} --output {folder}"
         remedy = f"start {manifest.ranks} ranks, or write the folder again: {again}"
-        raise Refused(folder, f"it was compiled for {manifest.ranks} ranks, but this run has {ranks}", remedy)
+        raise Refused(folder, f"the folder was compiled for {manifest.ranks} ranks, but this run has {ranks}", remedy)
     loaded, contents = _read(folder, manifest, manifest.files)
     program = loaded.program
     if dtype not in (None, program.dtype):
         remedy = f"pass dtype={program.dtype}, or write the folder again with the dtype that you need"
-        raise Refused(folder, f"it computes in {program.dtype}, but 'dtype' is {dtype}", remedy)
+        raise Refused(folder, f"the program computes in {program.dtype}, but 'dtype' is {dtype}", remedy)
     _refuse_more(folder, manifest)
     if trust and FILE in contents:
         load_code(contents[FILE], folder, manifest.versions.get(GPU))
     elif FILE in contents:
-        _LOG.info("did not load the code in %s: pass --trust, or trust=True, to load it", folder / FILE)
+        _LOG.info("did not load the code in %s: pass --trust or trust=True", folder / FILE)
     seconds = time.perf_counter() - began
     count = len(manifest.variants)
     _LOG.info("loaded %s from %s, %d variants, in %.2f s", program.model, folder, count, seconds)
@@ -137,7 +137,7 @@ def _refuse_other_model(folder: Path, manifest: FolderManifest, model: ModelReco
     mismatches = differences(manifest.model, model)
     if mismatches:
         more = f", and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
-        raise Refused(folder, f"it was compiled from another model: {'; '.join(mismatches[:3])}{more}")
+        raise Refused(folder, f"the folder was compiled from another model: {'; '.join(mismatches[:3])}{more}")
 
 
 def _refuse_more(folder: Path, manifest: FolderManifest) -> None:
@@ -147,16 +147,16 @@ def _refuse_more(folder: Path, manifest: FolderManifest) -> None:
     if more:
         others = f" and {len(more) - 1} others" if len(more) > 1 else ""
         remedy = f"remove these files, or write the folder again: hydragraph compile CONFIG --output {folder}"
-        raise Refused(folder, f"it contains {more[0]:.200}{others}, which {NAME} does not list", remedy)
+        raise Refused(folder, f"the folder contains {more[0]:.200}{others}, which {NAME} does not list", remedy)
 
 
 def _refuse_stale(folder: Path, manifest: FolderManifest) -> None:
     for name in ALWAYS:
         if name not in manifest.versions:
-            raise Refused(folder, f"it does not record the version of {name} that it was compiled with")
+            raise Refused(folder, f"{NAME} does not record the version of {name}")
     for name, version in manifest.versions.items():
         here = version_of(name)
         if here != version:
-            raise Refused(folder, f"it was compiled with {name} {version}, but this machine has {here or 'none'}")
+            raise Refused(folder, f"the folder needs {name} {version}, but this machine has {here or 'none'}")
     if manifest.code != own_code():
         raise Refused(folder, "hydragraph's files that generate graphs have changed since the folder was compiled")

@@ -148,7 +148,7 @@ def test_a_degree_that_is_missing_is_compiled_and_said_once(folder: Path, caplog
 def test_another_version_is_refused(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = manifest.version_of
     monkeypatch.setattr(loading, "version_of", lambda asked: "99.1" if asked == name else here(asked))
-    said = re.escape(f"it was compiled with {name} {here(name)}, but this machine has 99.1; write the folder again")
+    said = re.escape(f"the folder needs {name} {here(name)}, but this machine has 99.1; write the folder again")
     with pytest.raises(Refused, match=said):
         load(folder)
 
@@ -163,7 +163,7 @@ def test_another_model_dtype_or_number_of_ranks_is_refused(folder: Path) -> None
     strategy = hg.Strategy.parse("<[0]x2>", layers=2)
     with pytest.raises(Refused, match="from another model: intermediate_size is 104, but was 102"):
         hg.compile(llama(layers=2, width=104), strategy, device="cpu", compiled=folder)
-    with pytest.raises(Refused, match=r"it computes in torch\.float32, but 'dtype' is torch\.bfloat16; pass dtype="):
+    with pytest.raises(Refused, match=r"computes in torch\.float32, but 'dtype' is torch\.bfloat16; pass dtype="):
         hg.compile(llama(layers=2), strategy, dtype=torch.bfloat16, device="cpu", compiled=folder)
     with pytest.raises(Refused, match=r"compiled for 1 ranks, but this run has 3; .*--ranks 3"):
         load(folder, ranks=3)

@@ -104,7 +104,7 @@ def test_a_file_that_the_manifest_does_not_name_is_refused(folder: Path, name: s
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("of mine")
     with pytest.raises(
-        Refused, match=rf"it contains {re.escape(name)}, which manifest.json does not list; remove these files, or"
+        Refused, match=rf"folder contains {re.escape(name)}, which manifest.json does not list; remove these files, or"
     ):
         load(folder)
 
@@ -144,11 +144,11 @@ def _hangs_a_link(folder: Path) -> None:
     ("change", "why"),
     [
         (_swap, "SHA-256 differs|bytes, but manifest.json lists"),
-        (_links_the_graphs, "it contains graphs and"),
+        (_links_the_graphs, "the folder contains graphs and"),
         (_links_a_file, "program.json is a link"),
         (_links_the_manifest, "its manifest.json is a link"),
         (_pipe_for_a_manifest, "not a plain file"),
-        (_hangs_a_link, "it contains graphs/more.json"),
+        (_hangs_a_link, "the folder contains graphs/more.json"),
     ],
 )
 def test_files_in_each_others_place_and_links_are_refused(folder: Path, change: Any, why: str) -> None:
