@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 
 class RanksIfEqual(int):
-    """Number of ranks if every machine has as many GPUs as this one."""
+    """Number of ranks if every machine has as many GPUs as this machine."""
 
 
 @dataclass(frozen=True)
 class AvailableDevices:
-    """Devices, each with one process; `text` describes them."""
+    """Devices for a run, each used by one process."""
 
     ranks: int
     cuda: bool
@@ -26,10 +26,10 @@ def own_gpus(device: str | None = None) -> int:
 
 
 def devices_here(device: str | None = None, supervised: bool = True) -> AvailableDevices:
-    """Return the launcher's devices or, without a launcher, this machine's.
+    """Return the launcher's devices, or this machine's devices without a launcher.
 
     Args:
-        supervised: if a launcher starts one process per machine, count each process once per GPU.
+        supervised: whether a launcher's single process per machine starts one rank per GPU.
     """
     gpus = own_gpus(device)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():

@@ -24,8 +24,8 @@ _BUILT_IN = {"wandb": "hydragraph.train.callbacks:WeightsAndBiases"}
 
 
 class Callbacks:
-    """Calls on_start(config), on_step(metrics), on_evaluate(metrics), on_checkpoint(step, path) and on_end() on the
-    objects that define these methods.
+    """Objects that may define on_start(config), on_step(metrics), on_evaluate(metrics), on_checkpoint(step, path) and
+    on_end().
     """
 
     def __init__(self, objects: Sequence[object] = ()) -> None:
@@ -37,7 +37,7 @@ class Callbacks:
 
     @contextmanager
     def started(self, config: TrainConfig) -> Iterator[None]:
-        """Call on_start and, if it succeeds, on_end after the block; ignore errors of on_end if the block failed."""
+        """Call each object's on_start before the `with` block, and on_end after the block."""
         with ExitStack() as ends:
             for callback in self._objects:
                 _call(callback, "on_start", config)
@@ -71,7 +71,7 @@ def _end(callback: object, kind: type[BaseException] | None, *_: object) -> None
 
 
 def load_callback(name: str) -> object:
-    """Import the object "module:name"; if it is a class, return an instance. The working directory is searched first.
+    """Import an object named "module:name"; for a class, return an instance.
 
     Raises:
         ValueError: the object does not exist, or has no callback method.
@@ -107,7 +107,7 @@ def load_callback(name: str) -> object:
 
 
 class WeightsAndBiases:
-    """Logs a run to Weights & Biases; settings come from the environment (WANDB_PROJECT, ...)."""
+    """Logger for Weights & Biases, configured by environment variables such as WANDB_PROJECT."""
 
     def __init__(self) -> None:
         try:
@@ -121,7 +121,7 @@ class WeightsAndBiases:
         folder = RunFolder(Path(config.output))
         name = folder.path.name
         self._run = self._wandb.init(name=name, id=folder.tracked, resume="allow", config=asdict(config))
-        self._run.define_metric("*", step_metric="step")  # `log` ignores steps that are repeated
+        self._run.define_metric("*", step_metric="step")  # unlike wandb's own step, `step` may decrease
 
     def on_step(self, metrics: Metrics) -> None:
         numbers = {name: value for name, value in asdict(metrics).items() if type(value) in (int, float)}

@@ -6,7 +6,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-TABLES = Path(__file__).with_suffix(".md")  # docs/coming_from.md ends with the contents of this file
+TABLES = Path(__file__).with_suffix(".md")  # docs/coming_from.md ends with a copy
 
 
 @cache

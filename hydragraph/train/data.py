@@ -34,8 +34,8 @@ STDLIB = "python-stdlib"
 _ENCODING = 6  # version of the encoding, part of the cache key
 _TOKENS = "tokens"
 _TOKENIZER = "tokenizer.json"
-# Python's tests contain files with deliberate errors.
 _MOST_STEPS = 10**8
+# Python's tests contain files with deliberate errors.
 _NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 
 # Arguments: the activity, the number of finished documents, and the finished fraction (0 if unknown).
@@ -44,7 +44,7 @@ Progress = Callable[[str, int, float], None]
 
 @dataclass(frozen=True, eq=False)
 class PreparedCorpus:
-    """A prepared corpus; `directory` contains the tokenizer and the token files."""
+    """A corpus as token files, with its tokenizer."""
 
     directory: Path
     tokenizer: Tokenizer
@@ -71,7 +71,7 @@ _NO_TEXT = (
 
 
 def check_data(config: TrainConfig) -> None:
-    """Check the first record of every file, the tokenizer and the chat template."""
+    """Check the tokenizer, the chat template and the first record of every file."""
     data = config.data
     holds: set[str] = set()
     for source in (*data.sources, *data.evaluation.values()):
@@ -165,7 +165,7 @@ def data_remarks(config: TrainConfig) -> Iterator[str]:
 
 
 def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
-    """Create the tokenizer and the token files of a run unless they are cached; return their directory.
+    """Return the directory of a run's tokenizer and token files, which are created unless they are cached.
 
     The next call continues an interrupted preparation.
 
@@ -292,9 +292,7 @@ def open_tokens(config: TrainConfig, directory: Path) -> PreparedCorpus:
 
 
 def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
-    """Return the model's minimum vocabulary size and the end-of-text id, without preparing the data; None if the
-    tokenizer must be trained first.
-    """
+    """Return the model's minimum vocabulary size and the end-of-text id; None if no tokenizer exists yet."""
     existing = _known_tokenizer(config)
     directory = _cache(config) / _key(config, existing)
     if _is_whole(directory, _corpora(config.data)):
@@ -307,7 +305,7 @@ def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
 
 
 def verify(config: TrainConfig, directory: Path, progress: Progress | None = None) -> None:
-    """Verify the token files; if one is damaged, raise a ValueError that names it."""
+    """Verify the token files; a ValueError names the first damaged file."""
     report = progress or (lambda what, done, part: None)
     for name in _corpora(config.data):
         file = TokenFile.open(directory / name)
@@ -319,7 +317,7 @@ def verify(config: TrainConfig, directory: Path, progress: Progress | None = Non
 
 
 def _corpora(data: DataConfig) -> dict[str, tuple[str, SourceConfig]]:
-    """Return each corpus's place in the config and its settings, by the name of its token file."""
+    """Return (config field, settings) of each corpus, by the name of its token file."""
     corpora: dict[str, tuple[str, SourceConfig]] = {}
     for i, source in enumerate(data.sources):
         file = f"{_TOKENS}.bin" if len(data.sources) == 1 else f"{_TOKENS}-{i}.bin"
@@ -349,7 +347,11 @@ def _alone(partial: Path) -> Iterator[None]:
 
 
 def mini_batches(config: TrainConfig, tokens: PreparedCorpus, scores: Scores | None = None) -> MiniBatches | Mixture:
-    """Return an endless stream of training mini-batches; with overlong "refuse", a long document raises ValueError."""
+    """Return an endless stream of training mini-batches.
+
+    Raises:
+        ValueError: `data.overlong` is "refuse", and a document is too long.
+    """
     members = [_training_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
     for i, member in enumerate(members):
         member.scores = None if scores is None else scores[train_name(i)]
@@ -487,7 +489,7 @@ def _key(config: TrainConfig, existing: Path | None) -> str:
         how = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in used]
     template = "" if data.chat_template is None else _read_template(data.chat_template)
     corpora = [
-        # Without `max_samples`, keep the keys of older versions.
+        # Without `max_samples`, keys equal those of older versions.
         [name, corpus.fingerprint(*_read_from(source)), *([] if source.max_samples is None else [source.max_samples])]
         for name, (_, source) in _corpora(data).items()
     ]

@@ -1,11 +1,12 @@
 """Goodput: the fraction of a run's wall time spent at full speed (docs/design/elastic.md).
 
-If a run trains n tokens between the ends of successive logged steps, and undisturbed steps train r tokens per second:
+The time between the ends of two successive logged steps has three parts:
 
-    time between the ends  =  time at full speed (n / r)  +  pauses (`resumed` events)  +  the rest
+    full speed  the trained tokens, divided by the tokens per second of undisturbed steps
+    pauses      the seconds of `resumed` events
+    rest        lost work if there was a pause; otherwise, extra time due to missing or slow ranks
 
-The rest is lost work if the interval has a pause; otherwise, it is the extra time due to missing or slow ranks. A step
-is undisturbed if no rank is missing or slow and no pause occurs.
+A step is undisturbed if no rank is missing or slow and no pause occurs.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from hydragraph.train.stragglers.run_events import RunEvent, seconds_of
 
 @dataclass(frozen=True)
 class WallTime:
-    """A run's wall time and its parts, whose sum is `seconds`.
+    """A run's wall time `seconds`: the sum of `full_s`, `paused_s`, `lost_s` and `slower_s`.
 
     Attributes:
-        seconds: time from the end of the first step to the end of the last, without the time between sessions.
+        seconds: time between the ends of the first and the last step, without the time between sessions.
         rate: tokens per second in undisturbed steps; 0: unknown.
         lost_s: time for repeated work and for the detection of failures.
-        slower_s: extra time compared with undisturbed steps; negative if the steps were faster.
+        slower_s: extra time of disturbed steps compared with undisturbed steps; negative if disturbed steps are faster.
     """
 
     seconds: float
@@ -63,7 +64,7 @@ def account(metrics: Sequence[Metrics], events: Sequence[RunEvent] = (), rate: f
     """Split the wall time of a run; return None if fewer than two steps have an end time.
 
     Args:
-        rate: tokens per second of an undisturbed run; None: measure this rate in the run's undisturbed steps.
+        rate: tokens per second of an undisturbed run; None: use the rate of this run's undisturbed steps.
     """
     gaps = list(_gaps(metrics, events))
     seconds = sum(gap.seconds for gap in gaps)

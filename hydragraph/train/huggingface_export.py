@@ -29,7 +29,7 @@ from hydragraph.train.run_folder import Checkpoint, RunFolder
 
 def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Path) -> None:
     model.load_state_dict(dict(state), assign=True)  # `assign` also works on the meta device
-    if not is_peft(model):  # only adapters are written, and tie_weights fails if they replace a tied module
+    if not is_peft(model):  # tie_weights fails if adapters replace a tied module
         model.tie_weights()
     directory.mkdir(parents=True, exist_ok=True)
     with file_errors(directory, directory):
@@ -41,7 +41,7 @@ def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Pat
 def export_checkpoint(
     folder: RunFolder, step: int | None, directory: Path, merged: bool = False, dtype: torch.dtype = torch.float32
 ) -> Checkpoint:
-    """Export the model and tokenizer of a run's checkpoint; return the checkpoint.
+    """Export the model and tokenizer of a run's checkpoint; return this checkpoint.
 
     Args:
         dtype: dtype of the weights, except those that the model keeps in float32.
@@ -63,7 +63,7 @@ def export_checkpoint(
 def write_model(
     folder: RunFolder, checkpoint: Path, directory: Path, merged: bool = False, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Replace a directory with a checkpoint's model and tokenizer."""
+    """Replace a directory's contents by a checkpoint's model and tokenizer."""
     config = TrainConfig.load(folder.config)
     encoder = tokenizer.load(folder.tokenizer)
     end = tokenizer.end_id(encoder, folder.tokenizer)
@@ -83,7 +83,7 @@ def write_model(
 
 
 def _stop_after_answers(directory: Path) -> None:
-    """Make `generate` also stop at the token that ends answers under the chat template."""
+    """Make `generate` also stop at the chat template's end-of-answer token."""
     path = directory / "generation_config.json"
     template = tokenizer.chat_template(directory)
     if template is None or not path.is_file():

@@ -58,11 +58,11 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
 
 
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Replace each value by a weighted mean over its neighbors; at distance d, the weight is `weight`^d."""
+    """Replace each value by a weighted mean of nearby values, with weight `weight`^d at distance d."""
     curve = np.asarray(values, dtype=np.float64)
     sums = curve.copy()
     weights = np.ones(len(curve))
-    # Weights beyond this distance are below 1/1000.
+    # Weights beyond `reach` are below 1/1000.
     reach = math.ceil(math.log(1e-3) / math.log(weight)) if weight > 0 else 0
     for distance in range(1, min(reach, len(curve) - 1) + 1):
         part = weight**distance

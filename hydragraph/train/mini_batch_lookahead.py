@@ -11,10 +11,10 @@ from hydragraph.data.mixture import Mixture
 
 
 class MiniBatchLookahead:
-    """Reads at least one mini-batch ahead, so that ranks can agree on it early (`hydragraph.engine.step_agreement`).
+    """Stream that reads at least one mini-batch ahead of the current step (`hydragraph.engine.step_agreement`).
 
     Attributes:
-        position: state of the source after the last returned mini-batch.
+        position: state of `source` after the mini-batch that `take` last returned.
     """
 
     def __init__(self, source: MiniBatches | Mixture, count: int, announce: Callable[[Sequence[Drawn]], None]) -> None:
@@ -29,7 +29,7 @@ class MiniBatchLookahead:
         return self._waiting[0][0] if self._waiting else None
 
     def take(self, left: int) -> list[Drawn]:
-        """Return the next mini-batch; `left` is the number of remaining mini-batches, including this one."""
+        """Return the next of the `left` remaining mini-batches."""
         upcoming = min(left, 1 + max(1, self._count))
         while len(self._waiting) < upcoming:
             batch = next(self._source)

@@ -36,7 +36,7 @@ def captured_loss(config: TrainConfig) -> dict[str, Any]:
 
 
 def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Module:
-    """Add the config's adapters to a model; their initial weights are equal in every process.
+    """Add adapters to a model, with the same initial weights in every process.
 
     Raises:
         ValueError: a target does not exist, or peft rejects a setting.
@@ -55,7 +55,7 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
         task_type="CAUSAL_LM",
         r=lora.r,
         lora_dropout=lora.dropout,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type, unused-ignore]  # peft only divides it
+        lora_alpha=lora.alpha,  # type: ignore[arg-type, unused-ignore]  # peft accepts floats
         target_modules=targets,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
@@ -74,7 +74,7 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
 
 
 def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
-    """Raise ValueError if a target is not a layer of the model; peft may silently ignore its name."""
+    """Raise ValueError if a target is not a layer of the model, because peft may ignore wrong names."""
     names = [name for name, _ in model.named_modules()]
     for field, asked in (("targets", lora.targets), ("modules_to_save", lora.modules_to_save)):
         for target in asked if isinstance(asked, tuple) else ():
@@ -113,7 +113,7 @@ def _with_dropout(model: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def dropout_rates(model: Any) -> dict[str, float]:
-    """Return the positive rates in the config's dropout fields, by name; without any, the largest `nn.Dropout` rate."""
+    """Return the positive dropout rates in a model's config by field, or else the largest `nn.Dropout` rate."""
     settings = model.config.to_dict() if hasattr(model, "config") else {}
     rates = {n: r for n, r in settings.items() if _DROPOUT.search(n) and type(r) is float and r > 0}
     modules = (m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout) and "lora_dropout" not in name)
@@ -129,7 +129,7 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
             try:
                 model: Any = _model_class(config.architecture)(settings)
             except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, KeyError) as error:
-                first = str(error).partition("\n")[0]  # the other lines are a C++ location
+                first = str(error).partition("\n")[0]  # later lines locate C++ code
                 raise ValueError(
                     f"model.config: {config.architecture} cannot be built with these settings and a vocabulary of "
                     f"{vocabulary}: {type(error).__name__}: {first}"
@@ -257,7 +257,7 @@ def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
                 "use a model class of transformers, or review the code and set 'model.trust_remote_code: true'"
             ) from error
         if config.trust_remote_code:
-            raise  # the error may be from the directory's code
+            raise  # the model's own code may have failed
         said = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ValueError(
             f"{where}: transformers cannot read it ({said}): name a complete directory that save_pretrained wrote"
@@ -265,7 +265,7 @@ def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
 
 
 def directory_of(config: ModelConfig) -> str:
-    """Return the path of the local directory with the model; a ValueError explains how to download a model."""
+    """Return the path of the model's directory; raise ValueError if this directory has no model."""
     path = str(config.directory)
     if (Path(path) / "config.json").is_file():
         return path

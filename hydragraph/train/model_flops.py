@@ -13,15 +13,18 @@ from hydragraph.spec.known_devices import sheet_of
 
 
 def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
-    """Return the peak bfloat16 FLOP/s of a GPU from its `torch.cuda` name; None if unknown or for another `dtype`."""
+    """Return a GPU's peak bfloat16 FLOP/s by its `torch.cuda` name; None if unknown, or if `dtype` is not bfloat16."""
     sheet = sheet_of(name)
     return sheet.flops_per_s if sheet is not None and sheet.bfloat16 and dtype is torch.bfloat16 else None
 
 
 def step_flops(program: Program, lengths: Sequence[int], scored: bool = False) -> float:
-    """Return the FLOPs of a step; recomputation and gradients of frozen weights do not count.
+    """Return the FLOPs of a step, without recomputation and gradients of frozen weights.
 
-    A backward pass counts as two forward passes; `scored` adds a forward pass that scores answers.
+    A backward pass counts as two forward passes.
+
+    Args:
+        scored: whether answers are scored by another forward pass.
     """
     pairs = cache(lambda reach: sum(map(reach.pairs, lengths)))
     flops = 0.0
