@@ -33,7 +33,7 @@ class PairReport(StepReport):
 
 @dataclass(frozen=True, eq=False)
 class PairedSteps:
-    """Steps on mini-batches of pairs; in each pair, the preferred answer precedes the rejected answer.
+    """Training steps and evaluations on pairs, in which the preferred answer precedes the rejected answer.
 
     The model must be compiled with the loss `weighted_logprobs`.
     """
@@ -54,7 +54,7 @@ class PairedSteps:
         return PairReport(**{**step_fields, "loss": pairs.loss}, pairs={**pairs.figures, "scoring_s": scoring_s})
 
     def weighted(self, sequences: Sequence[Drawn]) -> list[dict[str, Any]]:
-        """Return a mini-batch with loss weights as in the first step, when scores still equal the reference scores."""
+        """Return a mini-batch with loss weights as if the current scores were the reference scores."""
         scores = self.executor.score([_plain(answer) for answer in _answers(sequences)])
         scored = [{**answer, "reference": score} for answer, score in zip(_answers(sequences), scores, strict=True)]
         return _weighted(scored, self.evaluate(scored, None).weights)

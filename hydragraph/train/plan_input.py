@@ -48,7 +48,7 @@ def read_profile(text: str) -> Profile:
 
 
 def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | Cluster | None:
-    """Read what `plan` names: a profile of identical devices, measured costs of a cluster, or an unmeasured cluster.
+    """Read a profile of identical devices, measured costs of a cluster, or a cluster without measurements.
 
     Raises:
         ValueError: a file is invalid or does not match the run.

@@ -1,7 +1,7 @@
 """Losses that compare a preferred with a rejected answer: DPO, SimPO and ORPO.
 
-Each loss L depends on an answer only through the answer's log-probability s, a sum over tokens. Therefore, the gradient
-weights all tokens of an answer by dL/ds, and the two answers of a pair can be on different ranks.
+Each loss L depends on an answer only through the answer's log-probability s, a sum over tokens. Therefore, dL/ds is the
+weight of all the answer's tokens in the gradient, and the answers of a pair can be on different ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hydragraph.frontend.packed_inputs import token_logprobs
 from hydragraph.train.objective_config import DpoConfig, OrpoConfig, PairLoss, SimpoConfig
 
 WEIGHTS = "weights"  # batch field: factor of a sequence's token losses
-_SURE = -1e-7  # maximum log-probability per token; at 0, the odds would be infinite
+_SURE = -1e-7  # maximum log-probability per token, because odds are infinite at 0
 
 
 def weighted_logprobs(outputs: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -13,14 +13,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from hydragraph.log import hearing
 from hydragraph.train.step_metrics import Metrics, perplexity
 
-# If the output is not a terminal, print a line every _OFTEN_S seconds; after _SETTLED_S seconds, every _SELDOM_S.
+# Outside a terminal, print a line every _OFTEN_S seconds, and after _SETTLED_S seconds every _SELDOM_S seconds.
 _OFTEN_S, _SELDOM_S, _SETTLED_S = 10.0, 60.0, 600.0
-# Estimate the remaining time only after this number of seconds.
+# Seconds before the remaining time is first estimated.
 _TELLING_S = 5.0
 
 
 class Screen:
-    """Context manager that shows a run on a console."""
+    """Context manager that shows a run's progress."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -39,8 +39,8 @@ class Screen:
         self._steps = 0
         self._began = clock()
         self._printed = clock()
-        self._first: tuple[int, float] | None = None  # this session's first step, and the time of its end
-        self._part = (0.0, clock())  # fraction that earlier sessions finished, and start time
+        self._first: tuple[int, float] | None = None  # (number, end time) of this session's first step
+        self._part = (0.0, clock())  # (finished fraction, time) at the activity's start
         self._hearing = ExitStack()
 
     def __enter__(self) -> Screen:

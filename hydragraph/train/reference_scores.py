@@ -34,7 +34,7 @@ class ReferenceScores:
         model: result of `model_identity`; None: read the scores of any model.
 
     Attributes:
-        of: for each stream, the scores of its chunks (answers), fp32 [chunks], updated in place; NaN: unknown.
+        of: stream name -> scores of the stream's chunks (answers), fp32 [chunks]; NaN: unknown.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ReferenceScores:
                     self.of[name][:] = stored[name]
 
     def missing(self, config: TrainConfig) -> list[list[tuple[str, int]]]:
-        """Read stored scores; return (stream, chunk) of each answer without a score, grouped by mini-batch."""
+        """Read the stored scores; return the answers without a score, as (stream, chunk), by mini-batch."""
         self.read()
         missing = []
         seen = {name: ~np.isnan(scores) for name, scores in self.of.items()}

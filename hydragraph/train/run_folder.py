@@ -110,7 +110,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         directory, run = self.identity
         if last is None or step is not None or config.checkpoint.pieces is None:
-            run = ""  # gets a new name, so that earlier pieces are not read
+            run = ""  # under a new name, the run does not read earlier pieces
         tracked = self.tracked if last is not None and step is None else ""
         record = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}
         names = {"folder": directory or f"{self.path.absolute().name}-{_new_name()}", "run": run or _new_name()}
@@ -121,13 +121,13 @@ class RunFolder:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Unique names of the folder and the run ("": unset); resuming a run with checkpoint pieces keeps its name."""
+        """Unique names of the folder and of its run; "": unset."""
         record = _read(self.owner)
         return str(record.get("folder", "")), str(record.get("run", ""))
 
     @property
     def tracked(self) -> str:
-        """Unique name of the run in experiment trackers, kept when it continues from its last checkpoint."""
+        """Unique name of the run in experiment trackers, kept if the run continues from its last checkpoint."""
         return str(_read(self.owner).get("tracked", ""))
 
     @property
@@ -197,10 +197,10 @@ class RunFolder:
                 pass
 
     def again(self, how: Begin, before: float, step: int | None = None) -> tuple[Begin, int | None]:
-        """Return the arguments for restarting an interrupted run.
+        """Return `how` and `step` for restarting an interrupted run.
 
         Args:
-            how, step: the interrupted run's arguments, which are returned if it had not begun.
+            how, step: the interrupted run's arguments, returned unchanged if that run had not begun.
             before: value of `began` before the interrupted run was started.
         """
         if self.began in (0.0, before):
@@ -214,7 +214,7 @@ class RunFolder:
         return next(reversed(self.all()), None)
 
     def last_whole(self) -> Checkpoint | None:
-        """Return the latest checkpoint with no missing or truncated file; if there is none, the latest checkpoint."""
+        """Return the latest checkpoint without missing or truncated files, or else the latest checkpoint."""
         whole = (checkpoint for checkpoint in reversed(self.all()) if is_whole(checkpoint.path))
         return next(whole, self.last())
 
@@ -228,7 +228,7 @@ class RunFolder:
         return f"the last checkpoint is {last.path}: continue with --resume"
 
     def replace_damaged(self, damaged: Checkpoint) -> Checkpoint | None:
-        """Rename a damaged checkpoint; return the checkpoint before it, if any."""
+        """Rename a damaged checkpoint if there is an earlier one; return the earlier one."""
         earlier = [place for place in self.all() if place.step < damaged.step]
         if not earlier:
             return None

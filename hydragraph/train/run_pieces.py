@@ -1,4 +1,4 @@
-"""Checkpoint pieces: parts of the state stored near the ranks."""
+"""Checkpoints of a run in pieces (`checkpoint/state_pieces.py`)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _try(what: str, make: Callable[[], Pieces]) -> None:
 
 
 def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces | None:
-    """Return this rank's places for checkpoint pieces, or None; must be called on all ranks."""
+    """Return this rank's places for checkpoint pieces, if configured; must be called on all ranks."""
     pieces = config.checkpoint.pieces
     if pieces is None:
         return None

@@ -1,4 +1,4 @@
-"""The file `slow.json`, which names slow processes (members of `cluster.rendezvous`) for a new leading rank.
+"""File `slow.json`: slow ranks by member number (`cluster.rendezvous`), for a new leading rank.
 
 {"began": 1795559384.0, "members": {"3": {"device": 12.5, "core": 1.0, "learned": [12.5, 22.8]}}}
 """
@@ -21,7 +21,7 @@ def write_slow(folder: RunFolder, slow: Mapping[int, SlowRank]) -> None:
 
 
 def read_slow(folder: RunFolder, began: float | None) -> dict[int, SlowRank]:
-    """Return the slow members; empty if the file is missing or belongs to another run."""
+    """Return slow ranks by member number; empty if the file is missing or belongs to another run."""
     try:
         written = json.loads(folder.slow.read_text(encoding="utf-8"))
         if written["began"] != began:

@@ -30,11 +30,11 @@ def controller_of(
     hurried: bool = False,
     slow: Mapping[int, SlowRank] | None = None,
 ) -> Controller:
-    """Return the controller. Without measured costs, it uses datasheets of equal devices.
+    """Return a controller with measured costs, or else with datasheet costs of equal devices.
 
     Args:
         before: previous controller, whose measurements are reused.
-        slow: slow ranks that the controller on a lost rank had found.
+        slow: slow ranks found by a lost rank's controller.
     """
     slow = slow or {}
     profile, home = executor.profile, executor.owners  # both are for the current ranks

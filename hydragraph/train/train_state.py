@@ -50,9 +50,9 @@ class Run:
     world: World
     folder: RunFolder
     executor: Executable
-    strategies: tuple[Strategy, ...]  # steps alternate between them; empty if the executor chooses
+    strategies: tuple[Strategy, ...]  # used by steps in turn; empty if the executor chooses
     evaluation: Mapping[str, list[list[Drawn]]]  # mini-batches by evaluation set
-    watcher: Watcher | None = None  # None except on rank 0, like the log
+    watcher: Watcher | None = None  # None except on rank 0
     log: MetricsLog | None = None
     controller: Controller | None = None
     peak_flops_per_s: float | None = None  # sum over ranks; None: unknown
@@ -65,7 +65,7 @@ class Run:
     checkpoint_at: frozenset[int] = frozenset()  # steps of `config.checkpoint_per_epoch`
     pieces: Pieces | None = None
     settings: Sequence[Mapping[str, Any]] = ()  # hyperparameters by group
-    joined: Callable[[], Run] | None = None  # on joining ranks; called after ranks meet
+    joined: Callable[[], Run] | None = None  # on joining ranks; completes this `Run` after ranks meet
 
     @property
     def pairs(self) -> PairedSteps | None:
@@ -89,7 +89,7 @@ class Run:
         return config.evaluates and (_due(step, config.evaluate_every, config.steps) or step in self.evaluate_at)
 
     def saves(self, step: int) -> bool:
-        """Return whether a checkpoint is scheduled after a step, regardless of `keep_best`."""
+        """Return whether a checkpoint is due after a step, even without `keep_best`."""
         return _due(step, self.config.checkpoint_every, self.config.steps) or step in self.checkpoint_at
 
     def keeps(self, step: int) -> bool:
@@ -104,9 +104,9 @@ class TrainState:
         anew: returns a new stream of mini-batches.
         kept: whether a checkpoint exists, including one of step 0.
         positions: step -> state of `batches` after this step, for all steps since the second-to-last checkpoint.
-        last: last finished step and its report, which may not be logged yet.
-        untold: recoveries to report, each with the previous number of ranks.
-        began: start time of the folder's run; None: this rank has not joined.
+        last: last finished step and its report.
+        untold: (recovery, number of ranks before it), for recoveries to report.
+        began: start time of the folder's run; None: this rank has not joined the run.
         pieces_fail: whether the last checkpoint in pieces is incomplete.
     """
 

@@ -8,7 +8,7 @@ from hydragraph.train.step_metrics import Metrics
 
 
 class Watcher(Protocol):
-    """Receives the progress of a run, on rank 0."""
+    """Display of a run's progress, on rank 0."""
 
     def preparing(self, what: str, documents: int, part: float) -> None:
         """Report the number and fraction of finished documents (fraction 0: unknown)."""
@@ -19,4 +19,4 @@ class Watcher(Protocol):
     def stepped(self, metrics: Metrics) -> None: ...
 
     def note(self, sentence: str) -> None:
-        """Report a sentence for the user."""
+        """Show a sentence to the user."""
