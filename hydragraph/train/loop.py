@@ -76,7 +76,7 @@ from hydragraph.train.stragglers.run_events import RunEvent, append_event
 from hydragraph.train.train_state import Run, RunOutcome, TrainState, ahead_of
 from hydragraph.train.watcher import Watcher
 
-# Stop reason that requests to move state; larger than any signal number.
+# Stop reason for moving state; larger than any signal number.
 MOVES = 500
 TRACED_STEPS = 12
 _PASSED_ON = "max_grad_norm", "backend", "check", "compiled", "trust", "progress_s", "home", "deterministic", "seed"
@@ -230,7 +230,7 @@ def _session(config: TrainConfig, start: _Start, launched: _Launched, owned: Exi
     world = launched.world
     folder = launched.folder
     leader = launched.leader
-    ranks = world.ranks if (member := here()) is None else member.ranks  # at first, `world` may have fewer ranks
+    ranks = world.ranks if (member := here()) is None else member.ranks  # some ranks may join `world` later
     together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, ranks))
     together(world, "checking the places for checkpoint pieces", world.local_rank == 0, lambda: check_places(config))
     together(world, "reading the data", world.local_rank == 0, lambda: check_data(config))
@@ -346,7 +346,7 @@ def _check_checkpoint(path: Path, prepared: _RunInputs, executor: Any) -> None:
 
 
 def _place(batches: MiniBatches | Mixture, state: Mapping[str, Any], prepared: _RunInputs, owns: bool) -> None:
-    """Restore the data's position; if this fails because the data has changed, delete the run's token files and raise.
+    """Restore the position in the data. If the data has changed, delete the run's token files and raise ValueError.
 
     Args:
         owns: whether this rank prepares its host's data.
@@ -424,7 +424,7 @@ def _join_run(config: TrainConfig, launched: _Launched) -> RunOutcome:
 
 
 def _joined(run: Run, state: TrainState, prepared: _RunInputs, given: TrainConfig) -> Run:
-    """Return a joining rank's run. Call this after ranks meet: until then, rank 0 may change the folder."""
+    """Return a joining rank's run. Call this after ranks meet, because rank 0 may change the folder before."""
     config = _with_stored_heldout(given, run.folder.last())
     if config is not given:
         prepared = _RunInputs.of(config, prepared.tokens, prepared.model, prepared.ranks, run.folder, None)
@@ -459,7 +459,7 @@ def _follow(run: Run, state: TrainState, stopping: Requests, owned: ExitStack, p
                 if not stopped:
                     finish(run, prepared.model, prepared.tokens, state.done)
                 if elastic() or run.pieces is not None:
-                    run.world.gather(None)  # if a rank fails before this, all ranks recover together
+                    run.world.gather(None)  # if a rank fails before this call, all ranks recover together
             break
         except (RankFailure, Stopped) as error:
             if not elastic():
@@ -554,7 +554,7 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
         if state.saved < state.done:
             checkpoint(run, state)
         if config.checkpoint.asynchronous:
-            run.executor.wait_saved()  # so that the error names the checkpoint that is being written
+            run.executor.wait_saved()  # so that the error names the newest checkpoint
         raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}") from None
     state.last = (step, report)
     state.done = step

@@ -32,11 +32,11 @@ from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent
 from hydragraph.train.train_state import Run, TrainState, ahead_of
 
 TAKEOVER_S = 5.0  # maximum wait until a lost rank releases the folder
-_FENCED_S = 1.0  # maximum wait if a disconnected machine has ended its ranks
+_FENCED_S = 1.0  # the maximum if a disconnected machine has ended its ranks
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
-    """Continue with the remaining and joining ranks; return the new `Run`, and why it must end ("" if it continues)."""
+    """Return the run of the remaining and joining ranks, and why this run must end ("" if it continues)."""
     config, folder, executor = run.config, run.folder, run.executor
     watching = run.controller
     before = len(state.untold[-1][0].peers) if state.untold else run.world.ranks
@@ -115,7 +115,7 @@ def _soon(config: TrainConfig) -> bool:
 
 
 def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watching: Controller | None) -> Run:
-    """Make this rank lead the run; `watching` is the straggler controller that it had before."""
+    """Make this rank the leading rank; `watching` is its previous straggler controller."""
     log = run.log
     if not state.owns:
         member = here()
@@ -147,7 +147,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
 
 
 def _find_position(run: Run, state: TrainState) -> None:
-    """Set all ranks' data position to the end of the last step in the state."""
+    """Set the data position of all ranks to the end of step `state.done`."""
     positions = run.world.gather(state.positions.get(state.done))
     position = next((rank_position for rank_position in positions if rank_position is not None), None)
     if position is None:
@@ -167,7 +167,7 @@ def _write_down(run: Run, state: TrainState) -> None:
     gathered = run.world.gather((missing, mine))
     last = next((step_report for _, step_report in gathered if step_report is not None), None)
     if gathered[0][0] and last is not None:
-        # The report uses the old rank numbers, which the new controller does not know.
+        # The report uses old rank numbers, which the new controller does not know.
         log_step(replace(run, controller=None), *last)
 
 
@@ -205,7 +205,7 @@ def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[RunEvent]:
 
 
 def paused(told: Sequence[tuple[Survived, int]], rank: int) -> float:
-    """Return the seconds of the recoveries in which this rank did not join."""
+    """Return the seconds of the recoveries in which `rank` did not join."""
     return sum(survived.seconds for survived, _ in told if rank not in survived.joined)
 
 

@@ -37,11 +37,11 @@ def load(
     leader: Watcher | None,
     pieces: Pieces | None,
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Load a checkpoint, or an earlier one if it is damaged; return it and its extra data.
+    """Load a checkpoint, or an earlier one if it is damaged; return the loaded checkpoint and its extra data.
 
     Args:
         leader: watcher that reports damaged checkpoints, on rank 0 only.
-        pieces: checkpoint pieces, which are loaded instead if they are newer; then, the extra data contains `step`.
+        pieces: checkpoint pieces, loaded if they are newer; their extra data contains `step`.
     """
     while True:
         try:
@@ -117,7 +117,7 @@ def settle_checkpoints(run: Run) -> None:
 
 
 def forget_unsaved(run: Run) -> None:
-    """Forget incomplete checkpoints, so that no callback is called for them."""
+    """Forget incomplete checkpoints, so that callbacks are not called for them."""
     whole = {place for _, place in complete(run.folder.checkpoints)}
     run.saving[:] = [(step, place) for step, place in run.saving if place in whole]
 
@@ -164,7 +164,7 @@ def write_spans(run: Run) -> None:
 
 
 def finish(run: Run, model: nn.Module, tokens: PreparedCorpus, done: int) -> None:
-    """Write the final model; with `keep_best`, the best model."""
+    """Write the final model, or the best model with `keep_best`."""
     best = None
     if run.config.keep_best:
         best = run.world.gather(None if run.log is None else _best_saved(run))[0]

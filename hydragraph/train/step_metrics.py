@@ -35,22 +35,22 @@ class Metrics:
         loss: mean loss over the mini-batch's targets (with an objective, over its pairs), before the update.
         grad_norm: global norm before clipping.
         tokens: number of targets in the mini-batch.
-        tokens_per_s: tokens of the mini-batch, targets or not, per second.
+        tokens_per_s: the mini-batch's tokens per second, including those that are not targets.
         eval_loss: loss after the update, on held-out documents or else the first set of `data.evaluation`.
-        exposed_pull_s, exposed_push_s, exposed_p2p_s: mean seconds that ranks waited for weights, gradients, and
-            activations.
+        exposed_pull_s: mean seconds that ranks waited for weights.
+        exposed_push_s: mean seconds that ranks waited for gradients.
+        exposed_p2p_s: mean seconds that ranks waited for activations.
         planning_s: seconds that the step waited for planning.
         planning_hidden_s: seconds of planning that overlapped with training.
-        expected_s: step time predicted by the profile, in seconds; 0 without a profile.
+        expected_s: predicted step time, in seconds; 0 without a profile.
         eval_data: digest of the data and settings that determine `eval_loss`.
         eval_losses: loss on each evaluation set ("heldout" and the sets of `data.evaluation`).
-        mfu: model FLOPs utilization without recomputation; None: unknown.
+        mfu: model FLOPs utilization; None: unknown.
         pairs: `PairReport.pairs`, if an objective is set.
         time: UTC time at which the step was logged; "" in files of earlier versions.
-        comparison: text that compares expected and measured step times, set on one step per plan; earlier versions
-            named it `beside`.
+        comparison: text that compares expected and measured step times, set once per plan.
         plan: explanation of the plan, on the first step of a session with `strategies: auto`.
-        smoothed: whether targets are smoothed, so that losses have no perplexity.
+        smoothed: whether labels are smoothed, so that losses have no perplexity.
     """
 
     step: int
@@ -123,7 +123,7 @@ def read_metrics(path: Path) -> list[Metrics]:
 
 
 def _await_later_name(events: Path) -> None:
-    """Wait until the name of a new event file, "events.out.tfevents.<second>.<host>.<pid>.<n>", would sort last.
+    """Wait until a new event file, "events.out.tfevents.<second>.<host>.<pid>.<n>", would sort last.
 
     TensorBoard expects the events of a restarted run in the last file.
     """
@@ -137,7 +137,8 @@ class MetricsLog:
     """Context manager that writes the metrics of every step.
 
     Args:
-        path: file of JSON lines; lines of steps after `after` are dropped.
+        path: file of JSON lines.
+        after: last step whose metrics are kept.
 
     Attributes:
         history: metrics of all sessions.

@@ -3,9 +3,9 @@
     a rate changes     -> request a quick plan from another process, while training continues
     steps take longer or shorter than expected (`expected_seconds`)
                        -> correct the costs by the measured times of blocks, and request the best plan
-    an answer arrives  -> if the gain until the end of the run exceeds the cost, prepare the new strategies during
+    a plan arrives     -> if the gain until the end of the run exceeds the cost, prepare the new strategies during
                           training, then switch all ranks to them
-                       -> after a quick plan, request the best plan, which takes longer, and decide again
+                       -> after a quick plan, also request the best plan, which takes longer to find
 
 The expected step time of a new plan is multiplied by the ratio of measured to expected time of the running plan.
 """
@@ -41,11 +41,10 @@ class Replanning:
     """Inputs of replanning.
 
     Attributes:
-        question: the first question, with costs of healthy ranks; `lengths` are planned for until enough mini-batches
-            have run.
+        question: the first question, with costs of healthy ranks, and lengths to plan for until mini-batches have run.
         switch: changes the strategies on all ranks; None for a dry run.
         refused: returns why the ranks did not switch, or "" if they did.
-        hurried: whether the initial strategies were planned quickly, so that a search for better strategies follows.
+        hurried: whether the initial strategies come from a quick plan.
     """
 
     question: ReplanQuestion
@@ -69,7 +68,7 @@ class _Coming:
 
 
 class Controller:
-    """Decides after each step whether to plan again, switch plans, or move state.
+    """Controller that decides after each step whether to plan again, switch plans, or move state.
 
     Args:
         monitor: if None, the speed of ranks is not measured.
@@ -87,7 +86,7 @@ class Controller:
         self._planned_for = Health()
         self._asked_for = Health()
         self._asked_at = 0
-        self._at_once = False  # whether the last question was for a quick answer
+        self._at_once = False  # whether the last question was for a quick plan
         self._corrected = False  # whether costs have changed since the last question
         self._switched_at: int | None = None
         self._coming: _Coming | None = None  # switch being prepared, or made in this step
@@ -206,7 +205,7 @@ class Controller:
         return event
 
     def _rehearse(self, given: Replanning) -> None:
-        """Request an unused plan, so that the planning process loads its modules early."""
+        """Request a plan that is not used, so that the planning process loads modules early."""
         self._rehearsing = False
         self._put(given.planner, Health(), at_once=True)
         given.planner.forget()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-STEPS = 20  # minimum before the comparison
-LEAST = 5  # compared steps
-MATTERS = 1.2  # another plan is requested if the times differ by more than this factor
+STEPS = 20  # minimum number of steps before the comparison
+LEAST = 5  # minimum number of compared steps
+MATTERS = 1.2  # minimum factor between the times for requesting another plan
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ExpectedAndMeasured:
 
 
 class ExpectedTimes:
-    """Compares median expected and measured step times once per plan; skips the slow first step of each strategy."""
+    """Comparison of median expected and measured step times, without each strategy's slow first step."""
 
     def __init__(self) -> None:
         self.restart()
@@ -40,7 +40,7 @@ class ExpectedTimes:
         self._done = False
 
     def stepped(self, strategy: str, expected_s: float, measured_s: float) -> ExpectedAndMeasured | None:
-        """Record a step; return the comparison once enough steps are recorded."""
+        """Record a step; return the comparison when enough steps are recorded."""
         if self._done:
             return None
         self._count += 1

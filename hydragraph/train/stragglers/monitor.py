@@ -1,12 +1,12 @@
 """Straggler monitor, which computes the rates (slowdowns) of ranks from measured times.
 
-On a shared CPU, the slowdown has two factors. They are computed from how long threads ran and how long they waited for
-a core (`runtime.thread_times`):
+On a shared CPU, a rank's rate is the product of two factors, computed from how long threads ran and how long they were
+queued for a core (`runtime.thread_times`):
 
     wall / predicted = (wall / (ran + queued)) x (ran / predicted)  x  (ran + queued) / ran
                        slowdown of the device (stopped, throttled)     contention for its core
 
-A rank's rate is the product of both factors. They are estimated separately, because contention is noisy.
+The factors are estimated separately, because contention is noisy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ Predicted = dict[int, dict[KindOfWork, float]]  # rank -> kind -> seconds
 
 
 class Monitor:
-    """Measures the slowdowns of all ranks; runs on one rank. `costs` are for healthy ranks.
+    """Estimator of all ranks' slowdowns, which runs on one rank.
+
+    Args:
+        costs: costs of healthy ranks.
 
     Attributes:
         corrections: for each rank, the ratio of measured to predicted times of blocks.
@@ -107,7 +110,7 @@ class Monitor:
             whole = sum(own.values()) / sum(kinds.values()) if kinds else 0.0
             if whole > 0:  # forward and backward passes are timed together
                 self.corrections = self.corrections.with_step({(part, rank): whole for part in COMPUTING})
-        # Idle ranks are included; otherwise, their old rates would remain.
+        # Idle ranks are included, so that their old rates do not remain.
         crowd: dict[int, dict[Kind, tuple[float, float]]] = {r: {"core": (ratio, 1.0)} for r, ratio in crowded.items()}
         changed = self._device.observe({rank: by_kind for rank, by_kind in work.items() if by_kind}, self._idle(ranks))
         changed += self._core.observe(crowd)

@@ -1,7 +1,7 @@
 """Resharding policy of the leading rank: it moves state away from slow ranks if the move pays off.
 
-State moves in parts. Each part is small enough to arrive within the fraction BESIDE of a step, so that training waits
-only for the part's gradients (`Executable.rehome`).
+State moves in parts. Each part is small enough to arrive within the fraction BESIDE of a step's time, so that training
+waits only for the part's gradients (`Executable.rehome`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hydragraph.train.stragglers.run_events import RunEvent
 BESIDE = 0.5
 COOLDOWN = 6  # minimum steps between two decisions
 MIX = 16  # number of recent steps in the mix of strategies
-CHANGED = 0.25  # choose the home again if at least this fraction of the mix of recent strategies has changed
+CHANGED = 0.25  # minimum changed fraction of the mix of recent strategies for a new choice of home
 
 
 def state_costs(costs: Costs) -> StateCosts:
@@ -40,7 +40,7 @@ def state_costs(costs: Costs) -> StateCosts:
 def with_room(
     state: StateCosts, costs: Costs, strategies: Sequence[Strategy], tokens: int, owned: Sequence[int]
 ) -> StateCosts:
-    """Return `state` with `free_bytes`, the memory that strategies and messages leave free.
+    """Return `state` with `free_bytes`: memory that strategies and messages leave free.
 
     Args:
         tokens: number of tokens in the largest mini-batch.
@@ -59,7 +59,7 @@ def with_room(
 
 @dataclass(eq=False)
 class ReshardPolicy:
-    """Decides which ranks own the state, and divides moves of the state into parts.
+    """Choice of the ranks that own the state, and division of moves into parts.
 
     Attributes:
         memory: costs that include the ranks' memory; None: memory is unlimited.

@@ -15,7 +15,7 @@ class LearnedSlowdown(NamedTuple):
     planned: float
 
     def goes_for(self, rate: float) -> bool:
-        """Return whether `planned` still applies: the measured rate is roughly between `known` and `planned`."""
+        """Return whether plans should still assume `planned` for a rank with measured rate `rate`."""
         return self.known / SAME <= rate <= max(self.planned, SAME * self.known)
 
 
