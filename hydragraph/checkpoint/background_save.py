@@ -1,7 +1,7 @@
 """Checkpoints written by a background thread during training.
 
-Training waits only while this rank's shards are copied to CPU memory (12 bytes per owned parameter with Adam). The
-thread is not a daemon, so Python waits for it before a normal exit.
+Training waits only while this rank's shards are copied to CPU memory (12 bytes per owned parameter with Adam).
+Python waits for the writing thread before a normal exit, because the thread is not a daemon.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Saver:
-    """Saves one rank's shards in the background; all ranks must call the methods in the same order."""
+    """Background writer of one rank's shards; all ranks must call its methods in the same order."""
 
     _world: World
     _timeout: timedelta
@@ -38,7 +38,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save failed on this rank and its error has not been raised yet."""
+        """Whether a save failed on this rank without raising an error yet."""
         return self._error is not None
 
     def start(

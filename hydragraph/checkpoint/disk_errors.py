@@ -1,4 +1,4 @@
-"""Causes of file system errors, which libraries often hide."""
+"""Detection of the causes of file system errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PROBE = 4 << 20  # bytes that `refusal` writes; a disk with less free space cou
 
 @contextmanager
 def file_errors(directory: Path, shown: Path) -> Iterator[None]:
-    """Convert write errors in this block to an OSError that states the cause and the path `shown`.
+    """Convert write errors in a `with` block to an OSError with the cause and the path `shown`.
 
     On a full disk, PyTorch's C++ writer raises RuntimeError("... inline_container.cc ... unexpected pos").
     """

@@ -19,7 +19,7 @@ METADATA = ".metadata"  # torch.distributed.checkpoint (DCP) writes its index he
 
 
 class Damaged(ValueError):  # noqa: N818
-    """A checkpoint's files are missing, or have changed since they were written."""
+    """Error for a checkpoint with missing or changed files."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a checkpoint's files exist and have the right sizes, without checking hashes."""
+    """Return whether a checkpoint's files exist and have the right sizes."""
     try:
         files = read_manifest(path).files
         return all((path / name).stat().st_size == file.bytes for name, file in files.items())
@@ -91,7 +91,7 @@ def is_whole(path: Path) -> bool:
 
 
 def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
-    """Check hashes, divided among the ranks `sharing` this copy; if a file has changed, all ranks raise Damaged."""
+    """Check file hashes, divided among the ranks `sharing` a copy; if a file has changed, all ranks raise Damaged."""
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
     by_rank = together(groups, what, lambda: [text for n in mine if (text := damage(path / n, manifest.files[n]))])
     damages = [text for part in by_rank for text in part]

@@ -1,4 +1,4 @@
-"""Safe reader of a checkpoint's metadata, which is a pickle and could otherwise run any code."""
+"""Safe reader of a checkpoint's metadata, a pickle that could run any code."""
 
 from __future__ import annotations
 

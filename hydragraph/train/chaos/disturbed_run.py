@@ -25,7 +25,7 @@ from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent, read_events
 
 MACHINES = 2  # in a run with preemptions
-STEPS_PER_STRIKE = 5  # mean; strikes are injected faults
+STEPS_PER_STRIKE = 5  # mean steps between injected faults
 MOST_STEPS_PER_STRIKE = 60
 MOST_STEPS_PER_MACHINE = 1000
 CALM_STEPS = 10  # after the last fault
@@ -80,7 +80,7 @@ class DisturbedRun:
         return replace(self, metrics=tuple(m for m in self.metrics if m.step <= step))
 
     def difference(self, other: DisturbedRun) -> float:
-        """Return the largest relative difference between two runs' losses at a step; infinite if a step is missing."""
+        """Return the largest relative difference between two runs' losses; infinite if a step is missing."""
         mine = {m.step: m.loss for m in self.metrics}
         theirs = {m.step: m.loss for m in other.metrics}
         if mine.keys() != theirs.keys() or not mine:
@@ -89,7 +89,7 @@ class DisturbedRun:
 
 
 ROUNDING = 1e-5  # relative difference of losses due to a different order of summation
-MARGIN = 10.0  # allowed difference, in multiples of the undisturbed runs' difference
+MARGIN = 10.0  # allowed difference, as a multiple of the difference between undisturbed runs
 
 
 def departure(disturbed: DisturbedRun, undisturbed: DisturbedRun, control: DisturbedRun | None) -> int | None:
@@ -178,7 +178,7 @@ def run(
 
     Args:
         stepped: called with the last step and the number of faults so far.
-        until: step after which the run is asked to stop; None: `CALM_STEPS` steps after the last fault, if any.
+        until: step after which the run is asked to stop; None: `CALM_STEPS` steps after the last fault.
     """
     folder = RunFolder(Path(config.output))
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -205,7 +205,7 @@ def run(
 
 @dataclass
 class HangDetector:
-    """Detects a run that hangs; allows more time for the first step."""
+    """Detector of a hanging run."""
 
     moved: float
     step: int = 0

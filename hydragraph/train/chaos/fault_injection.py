@@ -32,7 +32,7 @@ class Victim:
     """A run that receives faults, observed through its files and /proc.
 
     Attributes:
-        depth: 1, or 2 if the launcher is torchrun, which adds a level of processes.
+        depth: 1, or 2 if torchrun adds a level of processes.
         machines: machines of the run, starting with the launcher's; None: only this machine.
     """
 

@@ -20,7 +20,7 @@ from hydragraph.spec.strategy import Strategy
 _LOG = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0  # after this time, a search returns its best plan so far
-ATTEMPTS = 2  # attempts per question, because the system may kill the process
+ATTEMPTS = 2  # attempts per question, because the planning process may be killed
 _NONE_FITS = "no strategy can run on the remaining ranks"
 
 
@@ -29,9 +29,9 @@ class ReplanQuestion:
     """Inputs of a search for a plan.
 
     Attributes:
-        costs: costs of the ranks as they are, with the run's home.
+        costs: costs with the ranks' current slowdowns and the run's home.
         deadline_s: time limit of the search; None: no limit, so that the result is deterministic.
-        at_once: whether to answer quickly, from an estimate on one mini-batch.
+        at_once: whether to plan quickly, from one mini-batch.
         streaming: whether stages may stream weights, as in ZeRO-3.
     """
 
@@ -52,7 +52,8 @@ class Replanned:
 
     Attributes:
         static: index of the strategy for all mini-batches; None: each mini-batch gets its own strategy.
-        before_s, after_s: expected mean step time of the running and of the new plan, in seconds.
+        before_s: expected mean seconds per step of the running plan.
+        after_s: expected mean seconds per step of the new plan.
         refused: reason why no strategy was found; else "".
     """
 
@@ -70,7 +71,7 @@ class Replanned:
 
 
 def with_caches(costs: Costs, before: Costs | None) -> Costs:
-    """Return equal costs that reuse the caches of `before` if only health and home differ."""
+    """Return `costs`, with the caches of `before` if only health and home differ."""
     inputs = costs.profile, costs.cluster, costs.corrections
     if before is None or (before.profile, before.cluster, before.corrections) != inputs:
         return costs
@@ -78,7 +79,7 @@ def with_caches(costs: Costs, before: Costs | None) -> Costs:
 
 
 def replan(question: ReplanQuestion) -> Replanned:
-    """Search for faster strategies; the running ones are also candidates."""
+    """Search for faster strategies than the running ones."""
     began = time.perf_counter()
     try:
         replanned = _at_once(question) if question.at_once else _at_length(question)
@@ -112,7 +113,7 @@ def _at_length(question: ReplanQuestion) -> Replanned:
 
     costs = question.costs
     try:
-        # Without slow ranks, the reason for this search is that costs have changed.
+        # If no rank is slow, changed costs are the reason for the search.
         several = len(costs.cluster.types) > 1 or not costs.health.rates
         planned = plan(
             costs,

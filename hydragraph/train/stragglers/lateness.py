@@ -3,7 +3,7 @@
 A rank's rate (slowdown) scales only the time of blocks, but a slow rank also packs and sends slowly. Therefore:
 
     late     time that ranks of healthy pipelines wait for gradients, divided by the rest of their step time (minimum
-             over these ranks), minus its usual value when all ranks are healthy
+             over these ranks), minus the usual ratio when all ranks are healthy
     planned  rate that plans assume for slow ranks of a late pipeline: the previous rate times 1 + AHEAD * late
 
 AHEAD exceeds 1, because fixed costs remain if a pipeline gets fewer tokens. A correction that makes steps longer is
@@ -24,13 +24,13 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.straggler_state import LearnedSlowdown
 
 AHEAD = 2.0
-MATTERS = 0.05  # minimum corrected lateness
-LOOK = 4  # lateness is measured over this many steps
-USUAL = 8  # the usual wait is the median over this number of steps without slow ranks
+MATTERS = 0.05  # minimum lateness to correct
+LOOK = 4  # number of steps that measure lateness
+USUAL = 8  # number of steps without slow ranks that determine the usual wait
 
 
 class Lateness:
-    """Learns from finished steps which rates plans should assume for slow ranks.
+    """Rates that plans should assume for slow ranks, learned from finished steps.
 
     Args:
         switched: whether the running plan was made for the current rates.
@@ -136,7 +136,7 @@ def _alike(health: Health, before: Health, learned: Mapping[int, LearnedSlowdown
 def lateness(
     strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes], health: Health
 ) -> tuple[float, frozenset[int]]:
-    """Return the wait for slow pipelines divided by the rest of the step time, and the slow ranks that cause it."""
+    """Return the wait for slow pipelines divided by the rest of the step time, and the slow ranks that are late."""
     used = [p.devices for p, batches in zip(strategy.pipelines, assignment.tokens, strict=True) if any(batches)]
     slow = [devices for devices in used if any(health.rate(rank) > 1 for rank in devices)]
     fast = [devices for devices in used if devices not in slow]
@@ -147,7 +147,7 @@ def lateness(
         for devices in fast
         for rank in devices
     )
-    # A slow pipeline that also waited did not delay the others.
+    # A slow pipeline that also waited did not delay other pipelines.
     late = [devices for devices in slow if min(ranks[rank].exposed.push for rank in devices) < wait / 2]
     who = frozenset(rank for devices in late for rank in devices if 1 < health.rate(rank) < math.inf)
     return (wait / rest if rest > 0 else 0.0), who

@@ -1,7 +1,7 @@
 """Estimation of ranks' slowdowns from noisy measurements.
 
 Each iteration yields a measured and a predicted time for every rank and kind of work (blocks of one template, in one
-kind of stage, on one type of device). Three unknowns explain their ratio:
+kind of stage, on one type of device). Three unknowns explain the ratio:
 
     log(measured / predicted) = log factor(kind) + log common(iteration) + log rate(rank) + noise
 
@@ -34,7 +34,7 @@ NEEDED = 3
 OF = 4
 CERTAIN = 3.0
 CHANGE = 1.25  # minimum reported change of a straggler's rate, as a factor
-PARTIAL = 0.85  # ignore the first slow iteration if its slowdown is below this fraction of the later ones
+PARTIAL = 0.85  # ignore a first slow iteration whose slowdown is below this fraction of later slowdowns
 LITTLE = 0.1
 SHARED = 0.5  # calibrated kinds of work must cover at least this fraction of a rank's predicted time
 
@@ -84,7 +84,7 @@ class _Samples:
 
 
 class Estimator:
-    """Estimates the rates of ranks after each iteration.
+    """Estimator of ranks' rates after each iteration.
 
     Args:
         certain: threshold for stragglers, as a multiple of the scatter of healthy ranks.
@@ -149,7 +149,7 @@ class Estimator:
         if residuals:
             self._recent.append(dict(residuals))
         if len(self._recent) > OF:
-            # Leave out ranks that have become stragglers since then.
+            # Leave out ranks that are stragglers now.
             then = self._recent.popleft()
             self._healthy.append({rank: value for rank, value in then.items() if rank not in self._held})
         little = LITTLE * max((expected for _, expected in rank_seconds.values()), default=0.0)
@@ -198,8 +198,8 @@ class Estimator:
     def _strange(self, by_kind: Mapping[Kind, Mapping[int, float]]) -> dict[int, float]:
         """Return the log slowdown of each rank that is much slower than others at the same kinds of work.
 
-        This is the first sweep of a median polish (Tukey, 1977). It distinguishes errors of the cost model from ranks
-        that are slow from the beginning.
+        The first sweep of a median polish (Tukey, 1977) distinguishes errors of the cost model from ranks that are slow
+        from the beginning.
         """
         behind: dict[int, list[float]] = {}
         for logs in by_kind.values():

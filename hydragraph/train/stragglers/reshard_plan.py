@@ -1,4 +1,4 @@
-"""Choice of the state's owners (its home) by the speed and memory of the ranks, and division of moves into stages.
+"""Choice of the state's home by the speed and memory of ranks, and division of moves into stages.
 
 Each owner sums the gradients of its share of the state, and updates the share after the last push. A step ends when the
 slowest owner is done:
@@ -59,10 +59,11 @@ class StateCosts:
 
 @dataclass(frozen=True)
 class Rehoming:
-    """A new home, and the time that a move to it saves and takes.
+    """A move of state to a new home.
 
     Attributes:
-        before_s, after_s: seconds that the slowest owner takes per step, before and after the move.
+        before_s: seconds that the slowest owner takes per step before the move.
+        after_s: seconds that the slowest owner takes per step after the move.
     """
 
     home: Home
@@ -210,7 +211,7 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
 
 
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
-    """Yield the home after each stage of a move; per stage, a rank receives at most `elements` elements or one bucket.
+    """Yield the home after each stage of a move. A stage sends each rank at most `elements` elements or one bucket.
 
     If `old` and `new` differ in copies or nodes, the move has a single stage.
     """
@@ -233,7 +234,7 @@ def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements
 
 
 def passes(way: Sequence[Home], ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> bool:
-    """Return whether, in every stage of a move, all ranks have memory for their current shards plus the new ones."""
+    """Return whether, in every stage of a move, all ranks have memory for their old and new shards."""
     if costs.free_bytes is None:
         return True
     for old, new in pairwise(way):

@@ -32,7 +32,7 @@ TITLES: Mapping[Name, str] = {
     "saved": "saved",
 }
 
-# The reason of a "resumed" event contains this text if state was lost.
+# Part of `RunEvent.why` if state was lost.
 STATE_LOST = "state was lost"
 
 
@@ -46,9 +46,9 @@ class RunEvent:
 
     Attributes:
         step: last step before the event.
-        seconds: for `resumed`, time from the failure until training continued; for `saved`, time that training waited;
-            for `switch`, expected cost.
-        before_s, after_s: expected step time without and with the decision, in seconds.
+        seconds: measured or expected duration. A `resumed` event lasts from the failure until training continues.
+        before_s: expected seconds per step without the decision.
+        after_s: expected seconds per step with the decision.
         lost_steps: number of steps that were undone because state was lost.
         read_bytes: bytes of checkpoint pieces read from each place (memory, disk and store).
     """
@@ -100,9 +100,7 @@ def append_event(path: Path, event: RunEvent) -> None:
 
 
 def complete_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (line, "path:number") for each line of a file except a truncated last line; yield nothing for a missing
-    file.
-    """
+    """Yield (line, "path:number") for each complete line of a file, if the file exists."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         if line.endswith("\n"):
