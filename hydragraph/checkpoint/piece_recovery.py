@@ -1,7 +1,7 @@
-"""Recovery from a checkpoint in pieces; each piece is read from the nearest place that has it.
+"""Recovery from a checkpoint in pieces, each of which is read from the nearest place.
 
-Each rank's threads read the pieces that no other rank needs. Meanwhile, ranks exchange the other pieces, a bounded
-number of bytes at a time.
+Each rank's threads read the pieces that only this rank needs. Meanwhile, ranks exchange shared pieces, a bounded number
+of bytes at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, dtypes
 _LOG = logging.getLogger(__name__)
 
 _WHAT = "read checkpoint pieces"
-_AHEAD = 3  # windows read before the exchange
+_AHEAD = 3  # windows (lists of reads) before the exchange
 _READERS = 4
 
 
@@ -61,7 +61,7 @@ class _Found:
 class Recovery:
     """Reader of the newest complete checkpoint whose pieces can be read.
 
-    Checkpoints of a series that any rank last wrote or read are preferred to newer ones of other series.
+    Checkpoints of a series that a rank last wrote or read are preferred to newer checkpoints of other series.
 
     Attributes:
         chunk: bytes that all ranks together read ahead or exchange at a time.
@@ -80,10 +80,10 @@ class Recovery:
     optimizer: str | None = None
 
     def run(self) -> RecoveryResult | None:
-        """Complete pending writes, and read the pieces; all ranks call this.
+        """Complete pending writes and read pieces; must be called on all ranks.
 
         Raises:
-            ValueError: on all ranks, if the newest checkpoint is of another model or optimizer; or if no checkpoint is
+            ValueError: on all ranks, if the newest checkpoint is of another model or optimizer, or if no checkpoint is
                 complete and `least` is None.
         """
         pieces = self.pieces
@@ -189,7 +189,7 @@ class Recovery:
         def listed() -> dict[StoredCheckpoint, dict[PiecePlace, list[StatePiece]]]:
             by_checkpoint: dict[StoredCheckpoint, dict[PiecePlace, list[StatePiece]]] = {}
             for tier, ranks in reach.items():
-                if tier in pieces.shelves and min(ranks) == rank:  # the lowest rank that shares a place lists it
+                if tier in pieces.shelves and min(ranks) == rank:  # the place's lowest rank lists the pieces
                     without = set().union(*(hosts[sharer][2] for sharer in ranks))
                     try:
                         held = pieces.held(tier)
@@ -250,7 +250,7 @@ class _PieceReader:
         return sum((hi - lo) * dtype.itemsize for _, lo, hi, _, dtype in self.spans(fetch))
 
     def read(self, fetch: PieceRead) -> Tensor:
-        """Return a fetch's bytes as a 1-D CPU tensor; record an unreadable piece."""
+        """Return a fetch's bytes as a 1-D CPU tensor."""
         piece = fetch.piece
         whole = (fetch.lo, fetch.hi) == (piece.lo, piece.hi)
         try:

@@ -6,8 +6,8 @@
     another node          one rank of that node, from memory before disk
     only the store        one rank of the node that needs it
 
-The reader sends the piece to the node's other ranks that need it. Among equally near readers, the rank with the least
-to read is chosen.
+The reader sends the piece to the node's other ranks that need it. Among equally near ranks, the rank with the least to
+read is chosen.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ class PiecePlace:
 
 @dataclass(frozen=True)
 class PieceRead:
-    """A read, by rank `reader`, of a bucket's elements [lo, hi), which the ranks `receivers` (ascending) need."""
+    """A read of elements [lo, hi) of a bucket.
+
+    Attributes:
+        receivers: ranks that need the elements, ascending.
+    """
 
     reader: int
     tier: StorageTier
@@ -78,7 +82,7 @@ def fetch_plan(
     for piece in sorted(places):
         by_bucket.setdefault(piece.bucket, []).append(piece)
     plan: list[PieceRead] = []
-    open_at: dict[tuple[object, ...], int] = {}  # index in `plan` of a read that may be extended
+    open_at: dict[tuple[object, ...], int] = {}  # index in `plan` of an extensible read
     for bucket, layout in needed.items():
         pieces = by_bucket.get(bucket, [])
         # All elements between two marks are in the same pieces, and the same ranks need them.
@@ -123,7 +127,7 @@ def _fetches(
         def cost(rank: int, node: int = node, receivers: Sequence[int] = receivers) -> tuple[int, ...]:
             tier = reach[rank][0]
             near = nodes[rank] == node
-            # For reads from the node's disk or the store, prefer a rank that needs the data.
+            # For reads from this node's disk or the store, prefer a rank that needs the data.
             helps = (
                 rank not in receivers
                 if tier is not StorageTier.MEMORY and (near or tier is StorageTier.STORE)

@@ -83,7 +83,7 @@ def save(
 
 @dataclass(frozen=True, eq=False)
 class PendingCheckpoint:
-    """One rank's part of a checkpoint that is to be written."""
+    """One rank's part of a checkpoint to be written."""
 
     path: Path
     scratch: Path
@@ -105,7 +105,7 @@ def prepare(
 ) -> PendingCheckpoint:
     """Check that a checkpoint can be saved, and create a scratch directory; see `save` for the arguments.
 
-    The result refers to the state and does not copy it.
+    The result refers to the state, without a copy.
     """
     what = f"save checkpoint {path}"
     path = Path(path)
@@ -153,7 +153,7 @@ def load(
     groups: Groups,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint into weights and optimizer; files are checked before any state changes.
+    """Load a checkpoint into weights and optimizer. No state changes until all files are checked.
 
     Args:
         path: a directory shared by all ranks, or copied to every host.

@@ -13,7 +13,7 @@ from hydragraph.cluster.communicators import Groups
 
 
 def leave_mark(directory: Path) -> Path:
-    """Create a file that other ranks look for, with a new name, so that no host has cached its absence."""
+    """Create a file that other ranks look for, under a new name that no host has cached as missing."""
     mark = directory / f".seen-{uuid.uuid4().hex}"
     mark.touch(exist_ok=False)
     return mark

@@ -45,7 +45,7 @@ class StoredCheckpoint:
     """A checkpoint in pieces.
 
     Attributes:
-        series: the run's name and random digits, which change when training returns to an earlier step.
+        series: the run's name, and random digits that change when training returns to an earlier step.
     """
 
     step: int
@@ -126,7 +126,7 @@ class DiskStorage:
         return [path.name for path in self.root.glob("step-*")]
 
     def drop(self, folder: str) -> None:
-        shutil.rmtree(self.root / folder, ignore_errors=True)  # another rank may delete it too
+        shutil.rmtree(self.root / folder, ignore_errors=True)  # another rank may also delete the directory
 
 
 class StoreStorage:
@@ -243,7 +243,7 @@ class Pieces:
         whole: Mapping[StorageTier, StoredCheckpoint] | None = None,
         tidies: bool = True,
     ) -> None:
-        """Copy this rank's state to CPU memory, and write it to all places in the background.
+        """Copy this rank's state to CPU memory, and write the copy to all places in the background.
 
         Args:
             columns: each parameter's columns and their dtypes.
@@ -282,7 +282,7 @@ class Pieces:
                     shelf.root.rmdir()
 
     def held(self, tier: StorageTier) -> dict[StoredCheckpoint, list[StatePiece]]:
-        """List this run's pieces in a place, even unreadable ones; skip checkpoints without `common.pt`."""
+        """List this run's pieces in a place, except those of checkpoints without `common.pt`."""
         by_checkpoint: dict[StoredCheckpoint, list[StatePiece]] = {}
         common: set[StoredCheckpoint] = set()
         shelf = self.shelves.get(tier)
@@ -367,7 +367,7 @@ class Pieces:
 
 
 class PieceFile:
-    """A piece, read in parts on demand, or loaded at once if `whole`."""
+    """A piece, read in parts, or loaded at once if `whole`."""
 
     def __init__(self, shelf: PieceStorage, name: str, whole: bool) -> None:
         self._shelf = MemoryStorage({name: shelf.get(name)}) if whole else shelf
@@ -412,7 +412,7 @@ class PieceCopy:
     """Copy of one rank's interval of a bucket.
 
     Attributes:
-        firsts: parameter -> index, within the parameter, of its first element in the interval.
+        firsts: parameter -> index of the parameter's first element in the interval.
     """
 
     piece: StatePiece

@@ -1,4 +1,4 @@
-"""Detection of stored heads that belong only to other classes of the model's family, so that loading skips them.
+"""Detection of stored heads that only other classes of the model's family have, which loading skips.
 
 A directory of `BertForPreTraining` has a pooler, which `BertForMaskedLM` does not have.
 """

@@ -1,4 +1,4 @@
-"""Loader of safetensors directories: each rank reads all headers, but only the elements that it owns."""
+"""Loader of safetensors directories. Each rank reads all headers, but only the elements that this rank owns."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class TensorNames:
 def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: TensorNames, groups: Groups) -> None:
     """Read this rank's weights, and all persistent buffers, from a directory.
 
-    All ranks call this. All headers are checked before any weight changes. If stored tensors are tied in the
-    model, they must be equal. Heads that the model does not have, and keys that `transformers` ignores, are not read.
+    Must be called on all ranks. All headers are checked before any weight changes. Tensors that the model ties must
+    be equal. Heads that the model does not have, and keys that `transformers` ignores, are not read.
 
     Raises:
         ValueError: on all ranks, if files are missing or damaged, or keys are missing, unknown or of another shape.

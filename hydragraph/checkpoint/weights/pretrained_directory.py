@@ -113,7 +113,7 @@ def _built_in_fp32(model: Any) -> Iterator[str]:
         with torch.device("meta"):
             built = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
     except Exception:
-        return  # from_pretrained cannot build the model either
+        return  # from_pretrained also fails
     yield from (key for key, tensor in built.state_dict().items() if tensor.dtype == torch.float32)
 
 
@@ -127,14 +127,14 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
     """Return the base model with the active adapters merged in.
 
-    If the head then differs from the embeddings that it is tied to, the two are untied.
+    If the merged head differs from its tied embeddings, the two are untied.
     """
-    # Merging changes weights in place, so tied weights are copied.
+    # Merging changes weights in place, so tied weights need copies.
     model.load_state_dict({key: tensor.clone() for key, tensor in state.items()}, assign=True)
     base = model.get_base_model()
     tied: dict[str, str] = dict(getattr(base, "all_tied_weights_keys", None) or {})
     configs = (base.config, base.config.get_text_config())
-    before = [config.tie_word_embeddings for config in configs]  # peft may set this to False
+    before = [config.tie_word_embeddings for config in configs]  # peft may set False
     try:
         base = model.merge_and_unload()
     except RuntimeError as error:

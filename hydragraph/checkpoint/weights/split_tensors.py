@@ -19,10 +19,10 @@ from hydragraph.checkpoint.weights.safetensors_files import StoredTensor
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A stored tensor as a part of a model tensor.
+    """A stored tensor that is part of a model tensor.
 
     Attributes:
-        at: start of the piece in the model tensor; negative if the model tensor begins inside the piece.
+        at: start of the piece in the model tensor; negative if the model tensor starts inside the piece.
         lacks: dimensions of the model tensor that `stored` does not have.
     """
 
