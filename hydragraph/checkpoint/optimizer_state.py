@@ -56,7 +56,7 @@ def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None)
 
 
 def merged(parts: Sequence[UnshardedState]) -> UnshardedState:
-    """Merge the parts of all ranks; all owners of a parameter must have equal scalars."""
+    """Merge all ranks' unsharded states; all owners of a parameter must have equal scalars."""
     scalars: dict[str, dict[str, Any]] = {}
     for rank, part in enumerate(parts):
         for name, values in part.scalars.items():

@@ -31,7 +31,7 @@ from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, dtypes
 _LOG = logging.getLogger(__name__)
 
 _WHAT = "read checkpoint pieces"
-_AHEAD = 3  # windows (lists of reads) before the exchange
+_AHEAD = 3  # number of windows (lists of reads) that are read ahead
 _READERS = 4
 
 
@@ -127,7 +127,7 @@ class Recovery:
         return None
 
     def _check(self, where: str, common: Mapping[str, Any]) -> None:
-        if MODEL in common:  # earlier versions wrote no model
+        if MODEL in common:  # earlier versions did not record the model
             parameters, saved = common[MODEL]
             check_model(where, parameters, saved, shapes_of(self.home), self.optimizer)
         if self.buffers is not None:

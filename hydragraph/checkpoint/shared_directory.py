@@ -33,8 +33,8 @@ def read_alike(path: Path, groups: Groups, what: str) -> CheckpointManifest:
     there = together(groups, what, (path / MARKER).is_file)
     if lacking := [rank for rank, is_there in enumerate(there) if is_there < max(there)]:
         raise ValueError(
-            f"checkpoint {path}: ranks {lacking} see no {MARKER} there, but the others do: name a directory that all "
-            "hosts share, or copy the checkpoint to every host"
+            f"checkpoint {path}: ranks {lacking} see no {MARKER} there, but the other ranks do: name a directory that "
+            "all hosts share, or copy the checkpoint to every host"
         )
     manifests = together(groups, what, lambda: read_manifest(path))
     if other := [rank for rank, manifest in enumerate(manifests) if manifest != manifests[0]]:

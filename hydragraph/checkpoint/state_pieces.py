@@ -208,7 +208,7 @@ class Pieces:
             raise ValueError(f"pieces: run={run!r}: use only lower-case letters and digits")
         self.last: StoredCheckpoint | None = None
         self.series = ""  # series last written or read
-        self.unreadable: set[tuple[StorageTier, StoredCheckpoint, StatePiece | None]] = set()  # None: `common.pt`
+        self.unreadable: set[tuple[StorageTier, StoredCheckpoint, StatePiece | None]] = set()  # None means `common.pt`
         self._keep = keep
         self._run = run
         self._preparing: threading.Thread | None = None
@@ -278,7 +278,7 @@ class Pieces:
                 if StoredCheckpoint.of(folder) is not None:
                     shelf.drop(folder)
             if isinstance(shelf, DiskStorage) and (store or tier is not StorageTier.STORE):
-                with suppress(OSError):  # not empty
+                with suppress(OSError):  # other files remain
                     shelf.root.rmdir()
 
     def held(self, tier: StorageTier) -> dict[StoredCheckpoint, list[StatePiece]]:

@@ -71,7 +71,7 @@ def _end(callback: object, kind: type[BaseException] | None, *_: object) -> None
 
 
 def load_callback(name: str) -> object:
-    """Import an object named "module:name"; for a class, return an instance.
+    """Return the object "module:name", or an instance if the object is a class.
 
     Raises:
         ValueError: the object does not exist, or has no callback method.

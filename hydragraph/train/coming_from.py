@@ -6,7 +6,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-TABLES = Path(__file__).with_suffix(".md")  # docs/coming_from.md ends with a copy
+TABLES = Path(__file__).with_suffix(".md")  # docs/coming_from.md ends with a copy of TABLES
 
 
 @cache

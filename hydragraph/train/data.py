@@ -38,7 +38,7 @@ _MOST_STEPS = 10**8
 # Python's tests contain files with deliberate errors.
 _NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 
-# Arguments: the activity, the number of finished documents, and the finished fraction (0 if unknown).
+# Arguments of a progress callback: activity, number of finished documents, finished fraction (0 if unknown).
 Progress = Callable[[str, int, float], None]
 
 
@@ -199,7 +199,8 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
         directory = partial / "tokenizer"
         shutil.rmtree(directory, ignore_errors=True)
         _make_tokenizer(config, existing, directory, progress)
-        for file in sorted(directory.iterdir(), key=lambda file: file.name == _TOKENIZER):  # the tokenizer last
+        # Move tokenizer.json last, because this file marks completion.
+        for file in sorted(directory.iterdir(), key=lambda file: file.name == _TOKENIZER):
             file.replace(partial / file.name)
         directory.rmdir()
     encoder = _encoder(config, partial)

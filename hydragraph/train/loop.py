@@ -76,7 +76,7 @@ from hydragraph.train.stragglers.run_events import RunEvent, append_event
 from hydragraph.train.train_state import Run, RunOutcome, TrainState, ahead_of
 from hydragraph.train.watcher import Watcher
 
-# Stop reason for moving state; larger than any signal number.
+# Request to move state, as a number above all signal numbers.
 MOVES = 500
 TRACED_STEPS = 12
 _PASSED_ON = "max_grad_norm", "backend", "check", "compiled", "trust", "progress_s", "home", "deterministic", "seed"
@@ -113,7 +113,7 @@ def train(
         def own() -> tuple[TrainConfig, Checkpoint | None]:
             last = folder.check(config, begin, step)
             if last is not None:
-                read_metrics(folder.metrics)  # refuses damaged lines
+                read_metrics(folder.metrics)  # raises ValueError for damaged lines
             as_stored = _with_stored_heldout(config, last)
             owned.enter_context(folder.owned())
             return as_stored, last
@@ -375,7 +375,7 @@ def _load(
     _place(batches, extra["mini_batches"], prepared, owns=not world.local_rank)
     done: int = extra.get("step", last.step)
     if done > steps:
-        raise ValueError(f"the checkpoint pieces are from step {done}, past the last: set 'steps' to {done} or more")
+        raise ValueError(f"checkpoint pieces are from step {done}, past the last step: set 'steps' to {done} or more")
     return last, done
 
 
@@ -424,7 +424,7 @@ def _join_run(config: TrainConfig, launched: _Launched) -> RunOutcome:
 
 
 def _joined(run: Run, state: TrainState, prepared: _RunInputs, given: TrainConfig) -> Run:
-    """Return a joining rank's run. Call this after ranks meet, because rank 0 may change the folder before."""
+    """Return a joining rank's run. Call this after ranks meet, because rank 0 may first change the folder."""
     config = _with_stored_heldout(given, run.folder.last())
     if config is not given:
         prepared = _RunInputs.of(config, prepared.tokens, prepared.model, prepared.ranks, run.folder, None)
@@ -472,10 +472,10 @@ def _follow(run: Run, state: TrainState, stopping: Requests, owned: ExitStack, p
 
 
 def _steps(run: Run, state: TrainState, stopping: Requests) -> int:
-    """Train to the end and return 0, or return the reason if a rank is asked to stop."""
+    """Train to the end and return 0; if a rank is asked to stop, return the reason."""
     config = run.config
     executor = run.executor
-    executor.listens = lambda: stopping.signal  # called between and during steps
+    executor.listens = lambda: stopping.signal
     first = state.done + 1
     for step in range(first, config.steps + 1):
         if stops_after(run, state.done):

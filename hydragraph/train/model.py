@@ -140,7 +140,7 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
             kind: Any = transformers_with_models().AutoModelForCausalLM
             with _read_by_transformers(config):
                 model = kind.from_config(settings, trust_remote_code=config.trust_remote_code)
-            model = model.eval()  # like from_pretrained
+            model = model.eval()  # from_pretrained also returns models in eval mode
     if config.directory is not None and Path(config.directory, "generation_config.json").is_file():
         from transformers import GenerationConfig
 

@@ -62,7 +62,7 @@ def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.devic
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Return the learning rate of a step from 1 to `steps`; the warm-up ends at `peak`."""
+    """Return the learning rate of `step` (1 to `steps`); the warm-up ends at `peak`."""
     warmup = schedule.warmup_of(steps)
     if step < warmup:
         return peak * step / warmup

@@ -65,7 +65,7 @@ def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | Cluster | None
     if profile is None:
         return cluster
     health = None if plan.health is None else Health.load(plan.health)
-    from hydragraph.cost.costs import Costs  # imports numba
+    from hydragraph.cost.costs import Costs  # this import loads numba
 
     try:
         return Costs(profile, cluster, health)

@@ -77,7 +77,7 @@ class Screen:
     def stepped(self, metrics: Metrics) -> None:
         now = self._clock()
         self._first = self._first or (metrics.step, now)
-        strategy = metrics.strategy.partition("@")[0]  # without the fingerprint
+        strategy = metrics.strategy.partition("@")[0]  # omit the strategy's fingerprint
         numbers = "  ".join(filter(None, (*_numbers(metrics), self._left(metrics.step, now), strategy)))
         self._describe("training")
         self._update(metrics.step, numbers)
@@ -129,7 +129,7 @@ class Screen:
             self._progress.update(self._task, completed=done, numbers=numbers)
 
     def _print(self, text: str) -> None:
-        # rich would interpret the brackets of strategies
+        # rich would interpret the brackets of strategies as markup
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

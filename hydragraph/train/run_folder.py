@@ -53,10 +53,10 @@ class RunFolder:
     ranks = _FolderEntry("ranks.json")  # processes of the run
     slow = _FolderEntry("slow.json")  # slow ranks (`straggler_file`)
     picture = _FolderEntry("loss.png")
-    trace = _FolderEntry("trace.json")  # for Perfetto
-    corrections = _FolderEntry("corrections.json")  # from `hydragraph compare`
-    model = _FolderEntry("model")  # exported for transformers
-    tokenizer = _FolderEntry("tokenizer")  # for transformers
+    trace = _FolderEntry("trace.json")  # trace for Perfetto
+    corrections = _FolderEntry("corrections.json")  # written by `hydragraph compare`
+    model = _FolderEntry("model")  # model exported for transformers
+    tokenizer = _FolderEntry("tokenizer")  # tokenizer for transformers
     reference = _FolderEntry("reference.npz")  # scores under the model before training
     checkpoints = _FolderEntry("checkpoints")
 

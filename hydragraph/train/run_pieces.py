@@ -37,7 +37,7 @@ def _try(what: str, make: Callable[[], Pieces]) -> None:
         shelf.drop(folder)
     except ImportError as error:
         raise ValueError(f"{what}: {error}") from error
-    except Exception as error:  # fsspec's drivers raise errors of their own
+    except Exception as error:  # fsspec's drivers raise various types of errors
         raise ValueError(
             f"{what}: a test file cannot be written ({type(error).__name__}: {error}): correct the path or credentials"
         ) from error
@@ -64,7 +64,7 @@ def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces 
 
 
 def keep_pieces(run: Run, state: TrainState) -> None:
-    """Store the state in pieces; must be called on all ranks."""
+    """Store the state as checkpoint pieces; must be called on all ranks."""
     assert run.pieces is not None, "only a run with checkpoint.pieces calls this"
     extra = {"mini_batches": dict(state.positions[state.done]), "step": state.done}
     errors = run.executor.keep(run.pieces, extra)

@@ -32,7 +32,7 @@ from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent
 from hydragraph.train.train_state import Run, TrainState, ahead_of
 
 TAKEOVER_S = 5.0  # maximum wait until a lost rank releases the folder
-_FENCED_S = 1.0  # the maximum if a disconnected machine has ended its ranks
+_FENCED_S = 1.0  # maximum wait if disconnected machines have ended their ranks
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
@@ -56,14 +56,14 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
     last, idle_s = state.done, 0.0
-    if last < 0 and world.rank == 0:  # no earlier rank remains
+    if last < 0 and world.rank == 0:  # all earlier ranks are lost
         before, (last, idle_s) = len(survived.lost), _written(folder)
     lost_to = None if survived.restored is None else last
     run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
     state.untold.append((survived, before))
     with world.calling("continue"):
         if survived.restored is not None:
-            set_hyperparameters(executor, run.settings)  # from the config
+            set_hyperparameters(executor, run.settings)
         run = replace(run, peak_flops_per_s=peak_of(config, world))
         trace_anew(run)
         if world.rank == 0:

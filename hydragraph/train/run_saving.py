@@ -41,14 +41,14 @@ def load(
 
     Args:
         leader: watcher that reports damaged checkpoints, on rank 0 only.
-        pieces: checkpoint pieces, loaded if they are newer; their extra data contains `step`.
+        pieces: checkpoint pieces, loaded if newer than the checkpoint; their extra data contains `step`.
     """
     while True:
         try:
             assert executor.optimizer is not None, "a training run has an optimizer"
             settings = hyperparameters(executor.optimizer)
             extra = executor.load(last.path if pieces is None else (pieces, last.path))
-            set_hyperparameters(executor, settings)  # from the config, not from the checkpoint
+            set_hyperparameters(executor, settings)  # use the config's hyperparameters, not the checkpoint's
             return last, extra
         except ValueError as error:  # the error may be Damaged on only some ranks
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
@@ -75,7 +75,7 @@ def set_hyperparameters(executor: Executable, settings: Sequence[Mapping[str, An
 
 @contextmanager
 def naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
-    """Append to an OSError's message how the run can be continued."""
+    """Append to an OSError's message how to continue the run."""
     try:
         yield
     except (ConnectionError, TimeoutError):

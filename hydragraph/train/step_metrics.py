@@ -172,7 +172,7 @@ class MetricsLog:
             self._tensorboard.close()  # fails if the run's folder is gone
         except OSError:
             if kind is None:
-                raise  # otherwise, report the error that ended the run
+                raise  # an error that ended the run takes precedence
 
     def write(self, metrics: Metrics) -> None:
         """Write one step's metrics; raise OSError if the disk is full or the file was replaced."""

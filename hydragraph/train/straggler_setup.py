@@ -37,7 +37,7 @@ def controller_of(
         slow: slow ranks found by a lost rank's controller.
     """
     slow = slow or {}
-    profile, home = executor.profile, executor.owners  # both are for the current ranks
+    profile, home = executor.profile, executor.owners
     if isinstance(profile, Costs):
         costs = profile.changed(home=home)
     elif profile is not None:

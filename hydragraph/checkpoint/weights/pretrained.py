@@ -66,7 +66,7 @@ class TensorNames:
             return [(key, JoinedTensor.of(stored)) for key, stored in held.items()]
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-        conversions = copy.deepcopy(self.conversions)  # some are stateful
+        conversions = copy.deepcopy(self.conversions)  # some conversions are stateful
         renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
         wholes_by_name: list[tuple[str, JoinedTensor]] = []

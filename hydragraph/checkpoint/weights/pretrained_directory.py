@@ -134,7 +134,7 @@ def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
     base = model.get_base_model()
     tied: dict[str, str] = dict(getattr(base, "all_tied_weights_keys", None) or {})
     configs = (base.config, base.config.get_text_config())
-    before = [config.tie_word_embeddings for config in configs]  # peft may set False
+    before = [config.tie_word_embeddings for config in configs]  # peft may change these settings
     try:
         base = model.merge_and_unload()
     except RuntimeError as error:

@@ -24,11 +24,11 @@ from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent, read_events
 
-MACHINES = 2  # in a run with preemptions
+MACHINES = 2  # number of machines in a run with preemptions
 STEPS_PER_STRIKE = 5  # mean steps between injected faults
 MOST_STEPS_PER_STRIKE = 60
 MOST_STEPS_PER_MACHINE = 1000
-CALM_STEPS = 10  # after the last fault
+CALM_STEPS = 10  # steps after the last fault
 _CENSUS_S = 0.5
 _END_S = 30.0
 _START_S = 1800.0
@@ -211,7 +211,7 @@ class HangDetector:
     step: int = 0
 
     def look(self, step: int, now: float) -> str:
-        """Return why the run must be killed, or ""; `step` is the last logged step, or 0."""
+        """Return why the run must be killed; "" if the run may continue."""
         if step != self.step:
             self.step = step
             self.moved = now
@@ -258,7 +258,7 @@ class _Striker:
     def _strike(self, strike: InjectedFault) -> bool:
         least = least_ranks(strike.kind)
         if len(self.victim.ranks()) < least:
-            return False  # try again later
+            return False  # wait until more ranks run
         time.sleep(strike.delay_s)
         ranks = self.victim.ranks()
         if len(ranks) < least:

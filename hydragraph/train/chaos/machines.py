@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hydragraph.train.config import TrainConfig
 
-NOTICE_S = 30.0  # as for spot instances
+NOTICE_S = 30.0  # like spot instances
 _END_S = 20.0
 
 

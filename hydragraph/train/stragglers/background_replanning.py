@@ -19,7 +19,7 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
-DEADLINE_S = 20.0  # after this time, a search returns its best plan so far
+DEADLINE_S = 20.0  # seconds after which a search returns its best plan so far
 ATTEMPTS = 2  # attempts per question, because the planning process may be killed
 _NONE_FITS = "no strategy can run on the remaining ranks"
 
@@ -89,7 +89,7 @@ def replan(question: ReplanQuestion) -> Replanned:
 
 
 def _at_once(question: ReplanQuestion) -> Replanned:
-    from hydragraph.planner.immediate_plan import plan_at_once, sample  # needs numba and scipy
+    from hydragraph.planner.immediate_plan import plan_at_once, sample  # loads numba and scipy
     from hydragraph.planner.price_mini_batches import traffic_in_line
     from hydragraph.spec.training_workload import Workload
 
@@ -188,7 +188,7 @@ class Replanner:
         self._thread.start()
 
     def answer(self) -> Replanned | None:
-        """Return the answer once; None if it has not arrived."""
+        """Return the answer once; None if the answer has not arrived."""
         if self._thread is None or self._thread.is_alive():
             return None
         self._thread = None
@@ -203,7 +203,7 @@ class Replanner:
         while (worker := self._worker) is not None:
             worker.process.kill()
             if self._thread is not None:
-                self._thread.join()  # before the pipes that the thread reads are closed
+                self._thread.join()  # the thread must end before its pipes are closed
             if self._worker is worker:
                 self._end(worker)
 

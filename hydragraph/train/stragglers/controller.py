@@ -30,7 +30,7 @@ from hydragraph.train.stragglers.reshard_policy import ReshardPolicy
 from hydragraph.train.stragglers.run_events import RunEvent
 from hydragraph.train.stragglers.straggler_state import SlowRank
 
-LAST = 8  # plan for this number of recent mini-batches
+LAST = 8  # number of recent mini-batches to plan for
 GAIN = 0.05  # minimum fraction of the step time that a switch must save
 COOLDOWN = 6  # minimum steps between two switches, unless a rank is lost
 COST_S = 2.0  # assumed seconds of a switch, until the first switch is measured
@@ -89,7 +89,7 @@ class Controller:
         self._at_once = False  # whether the last question was for a quick plan
         self._corrected = False  # whether costs have changed since the last question
         self._switched_at: int | None = None
-        self._coming: _Coming | None = None  # switch being prepared, or made in this step
+        self._coming: _Coming | None = None  # switch that is being prepared or made
         self._lengths: deque[tuple[int, ...]] = deque(maxlen=LAST)
         self._seconds: deque[float] = deque(maxlen=NEEDED)
         self._rehearsing = replanning is not None
@@ -121,7 +121,7 @@ class Controller:
 
     @property
     def health(self) -> Health:
-        """Measured slowdowns of ranks, increased for ranks that delay others."""
+        """Measured slowdowns of ranks, increased for ranks that delay other ranks."""
         return self._measured if self._replanning is None else self._lateness.planned(self._measured)
 
     @property

@@ -7,7 +7,7 @@ from statistics import median
 
 STEPS = 20  # minimum number of steps before the comparison
 LEAST = 5  # minimum number of compared steps
-MATTERS = 1.2  # minimum factor between the times for requesting another plan
+MATTERS = 1.2  # ratio of step times from which another plan is requested
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from statistics import median, median_low
 from typing import Any, TypeVar
 
 CALIBRATION = 5  # iterations before the factor of a kind of work is used
-WINDOW = 32  # number of iterations in medians
+WINDOW = 32  # number of iterations over which medians are taken
 NEEDED = 3
 OF = 4
 CERTAIN = 3.0
@@ -100,7 +100,7 @@ class Estimator:
         self._certain = certain
         self._held = dict(held or {})
         self._kinds: dict[Kind, _Samples] = {}
-        self._residuals: dict[int, deque[float]] = {}  # logarithms, by rank
+        self._residuals: dict[int, deque[float]] = {}  # logarithms of slowdowns, by rank
         self._recent: deque[Mapping[int, float]] = deque()  # residuals of the last iterations, by rank
         self._healthy: deque[Mapping[int, float]] = deque(maxlen=WINDOW)
 

@@ -154,7 +154,7 @@ def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health,
         if len({node for rank, node in enumerate(nodes) if rank not in without}) < running.copies:
             break
         try:
-            for rounded in (True, False):  # exact shares may fit even if rounded shares do not
+            for rounded in (True, False):  # exact shares may fit in memory even if rounded shares do not
                 shares = best_shares(ranks, health, costs, elements, without, rounded)
                 homes.append(Home(shares, running.copies, nodes=running.nodes))
         except ValueError:

@@ -23,7 +23,7 @@ from hydragraph.train.stragglers.run_events import RunEvent
 BESIDE = 0.5
 COOLDOWN = 6  # minimum steps between two decisions
 MIX = 16  # number of recent steps in the mix of strategies
-CHANGED = 0.25  # minimum changed fraction of the mix of recent strategies for a new choice of home
+CHANGED = 0.25  # choose a new home if this fraction of the recent mix of strategies has changed
 
 
 def state_costs(costs: Costs) -> StateCosts:
@@ -107,7 +107,7 @@ class ReshardPolicy:
         """Decide after a step whether to move state; return an event if state will move.
 
         Args:
-            strategies: the strategy of this step, then those that later steps may use.
+            strategies: the strategy of this step, then strategies that later steps may use.
         """
         self._mix.extend(strategies[:1])
         if self._under_way:
