@@ -12,7 +12,7 @@ from hydragraph.checkpoint.optimizer_state import UnshardedState, merged
 
 
 def packed(extra: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
-    """Serialize `extra` and the ranks' `parts` of the optimizer's unsharded state."""
+    """Serialize `extra`, and the ranks' `parts` of the optimizer's unsharded state."""
     for name, value in extra.items():
         encoded(f"extra[{name!r}]", value)
     states = [UnshardedState(**fields) for part in parts if (fields := decoded(part)) is not None]

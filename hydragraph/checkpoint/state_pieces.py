@@ -181,7 +181,7 @@ class Pieces:
         store: a path or fsspec URL ("s3://bucket/run") for all nodes.
         keep: number of newest checkpoints to keep, always including a complete one.
         run: name of this run, in lower-case letters and digits. Pieces of other runs are not read, and are eventually
-            deleted. If empty, the pieces of all runs are read.
+            deleted. If `run` is empty, all runs' pieces are read.
     """
 
     def __init__(

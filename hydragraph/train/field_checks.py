@@ -13,7 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 
 def check_text(name: str, value: object) -> str:
-    """Return a non-empty string, with a `~` at its start expanded as in a path."""
+    """Check that a value is a non-empty string; return it with leading `~` expanded."""
     if not (isinstance(value, str) and value.strip()):
         raise ValueError(f"{name!r} is {value!r}: give a non-empty string")
     return os.path.expanduser(value)

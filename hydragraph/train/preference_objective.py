@@ -77,12 +77,12 @@ class PairResult:
     """Losses of the pairs in a mini-batch.
 
     Attributes:
-        loss: mean over the pairs.
+        loss: mean over pairs.
         weights: factor of each answer's token losses -log p. The weighted sum of token losses has the same gradient as
             the sum of pair losses.
-        figures: means of `chosen_reward`, `rejected_reward`, `margin` (difference of the rewards) and `accuracy` (1
-            if the preferred answer has the higher reward, 0.5 for a tie). DPO adds `log_ratio` (mean of log p -
-            log p_ref over answers).
+        figures: means of `chosen_reward`, `rejected_reward`, `margin` (difference of the rewards) and `accuracy`.
+            Accuracy is 1 if the preferred answer has the higher reward, 0.5 for a tie. DPO adds `log_ratio`, the mean
+            of log(p / p_ref) over answers.
     """
 
     pairs: int

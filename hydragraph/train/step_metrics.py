@@ -207,7 +207,7 @@ class MetricsLog:
 
 
 def strategy_names(metrics: Sequence[Metrics]) -> dict[str, str]:
-    """Return each strategy's text without its fingerprint, unless several strategies would have the same name."""
+    """Return a name for each strategy's text: the text without its fingerprint, if unique."""
     texts = list(dict.fromkeys(m.strategy for m in metrics))
     short = [text.partition("@")[0] for text in texts]
     return {text: name if short.count(name) == 1 else text for text, name in zip(texts, short, strict=True)}

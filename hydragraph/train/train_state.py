@@ -105,7 +105,7 @@ class TrainState:
         kept: whether a checkpoint exists, including one of step 0.
         positions: step -> state of `batches` after this step, for all steps since the second-to-last checkpoint.
         last: last finished step and its report.
-        untold: (recovery, number of ranks before it), for recoveries to report.
+        untold: recoveries to report, each with the number of ranks before the recovery.
         began: start time of the folder's run; None: this rank has not joined the run.
         pieces_fail: whether the last checkpoint in pieces is incomplete.
     """

@@ -1,4 +1,4 @@
-"""Detection of stored heads that only other classes of the model's family have, which loading skips.
+"""Detection of stored heads that only other classes of the model's family have. Loading skips these heads.
 
 A directory of `BertForPreTraining` has a pooler, which `BertForMaskedLM` does not have.
 """

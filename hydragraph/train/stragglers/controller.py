@@ -72,7 +72,7 @@ class Controller:
 
     Args:
         monitor: if None, the speed of ranks is not measured.
-        replanning: if None, the strategies never change; needs a monitor.
+        replanning: requires a monitor; if None, the strategies never change.
         following: if None, the state never moves.
     """
 

@@ -63,7 +63,7 @@ class ReshardPolicy:
 
     Attributes:
         memory: costs that include the ranks' memory; None: memory is unlimited.
-        rule: how strategies determine the owners; needs `memory`. None: the owners do not depend on strategies.
+        rule: how strategies determine the owners (requires `memory`); None: owners do not depend on strategies.
     """
 
     home: Home
