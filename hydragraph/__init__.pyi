@@ -1,4 +1,4 @@
-"""Names of the package for type checkers; at run time, each name is imported on first use."""
+"""Names of the package for type checkers."""
 
 from hydragraph.checkpoint.state_pieces import Pieces as Pieces
 from hydragraph.cluster.launch import launch as launch

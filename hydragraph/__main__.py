@@ -27,7 +27,7 @@ def main() -> None:
 def _end_at_once(codes: list[object]) -> None:
     """Exit without the interpreter's final garbage collection, which takes more than a second with PyTorch.
 
-    This is the last exit handler. After training, exit normally, because callbacks may have open files.
+    After training, exit normally, because users' callbacks may have open files.
     """
     for code in codes:
         if isinstance(code, int) and "hydragraph.train.loop" not in sys.modules:

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path` when the block ends; after an error or a kill, `path` is unchanged."""
-    # A rename in one directory is atomic. Concurrent writers use different names.
+    """Open a new file that replaces `path` when the `with` block ends. After an error, `path` is unchanged."""
+    # A rename in one directory is atomic.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with partial.open("xb") as file:

@@ -75,15 +75,15 @@ def _print_version(asked: bool) -> None:
 
 
 def main(began: float | None = None) -> None:
-    """Run the command line; deadlines of commands count from `began`."""
+    """Run the command line. A command's deadline counts from `began`."""
     os.environ.update(spinning(os.environ))  # before anything imports PyTorch
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell
+        if getattr(sys, name) is None:  # the shell closed this stream
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     plan_devices.began = began
     try:
         app()
-    except OSError as error:  # the output of --version or --help
+    except OSError as error:  # --version or --help could not print
         _complain(_said(error), debug=False)
         sys.exit(_FAILED)
     finally:
@@ -105,7 +105,7 @@ def _app() -> typer.Typer:
 
 
 def _add(typer_app: typer.Typer, commands: Mapping[str, Callable[..., None]]) -> None:
-    """Add commands to an app; docstrings are help texts, whose examples come last."""
+    """Add commands to an app, with their docstrings as help texts."""
     for name, function in commands.items():
         text, heading, example = (inspect.getdoc(function) or "").partition("\n\nExample")
         epilog = " ".join(f"{heading}{example}".split())
@@ -150,7 +150,7 @@ def _check_picture(path: Path | None) -> None:
 
 @contextmanager
 def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
-    """Turn errors into one sentence and an exit code; with --debug, also print the traceback."""
+    """Turn an error into a sentence and an exit code. With --debug, also print the traceback."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     # Without --log-level, only the model check logs at level INFO.
     logging.getLogger("hydragraph.frontend.check").setLevel(logging.INFO if log_level is None else logging.NOTSET)

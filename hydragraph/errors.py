@@ -1,4 +1,4 @@
-"""Errors for users; each message says what happened, where, and what to do."""
+"""Errors whose messages tell users what happened, where, and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 
-class Unsupported(ValueError):  # noqa: N818  the public name; it reads as a sentence: raise Unsupported(...)
+class Unsupported(ValueError):  # noqa: N818  the public name
     """Error for a request that hydragraph rejects instead of returning a wrong result silently.
 
     Args:
@@ -32,7 +32,7 @@ def type_text(value: object) -> str:
 
 
 def listed(texts: Sequence[str], most: int = 3) -> str:
-    """Join texts by commas; name only the first `most`, and count the others."""
+    """Join the first `most` texts by commas, and count the remaining texts."""
     rest = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + rest
 
@@ -42,13 +42,13 @@ def _unsupported(what: str, where: str, remedy: str) -> Unsupported:
 
 
 class RankFailure(RuntimeError):  # noqa: N818
-    """Raised if a rank fails during a collective call. No update was applied.
+    """Raised if a rank fails during a collective call. The failed call updates no weights.
 
     Args:
         rank: the rank that failed first.
         instruction: the text of the instruction or call in which the rank failed, or "".
         error: the exception that the rank raised, or how its process ended.
-        host: host name of the failed rank, or "". The message omits the name if it is this host's.
+        host: host name of the failed rank, or "". The message omits the current host's name.
     """
 
     def __init__(self, rank: int, instruction: str, error: str, host: str = "") -> None:
@@ -68,7 +68,7 @@ class Stopped(RuntimeError):  # noqa: N818
     """Raised on all ranks before a step if any rank was asked to stop. Ranks can still save a checkpoint.
 
     Args:
-        reason: a number, such as a signal number; if ranks have different reasons, the largest.
+        reason: the largest of the ranks' reasons, which are numbers, such as signal numbers.
     """
 
     def __init__(self, reason: int) -> None:
@@ -96,11 +96,11 @@ class Unreachable(RuntimeError):  # noqa: N818
 
 
 class CallbackFailure(RuntimeError):  # noqa: N818
-    """Raised if a callback fails; a note contains the callback's traceback."""
+    """Raised if a callback fails. `__notes__` contains the callback's traceback."""
 
 
 class StillCompiling(RuntimeError):  # noqa: N818
-    """The planner's search is not compiled yet."""
+    """Raised if the planner's search is not compiled yet."""
 
 
 class EndedElsewhere(RuntimeError):  # noqa: N818

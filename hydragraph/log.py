@@ -24,7 +24,7 @@ _LIBRARY = "hydragraph"
 
 @dataclass
 class _Position:
-    """Rank and step of this process; the rank is None before the process joins other ranks."""
+    """Rank (None before the process joins other ranks) and step of this process."""
 
     rank: int | None = None
     ranks: int = 1
@@ -35,13 +35,13 @@ _position = _Position()
 
 
 def at_rank(rank: int, ranks: int) -> None:
-    """Set this process's rank; the runtime calls this when the process joins."""
+    """Set this process's rank."""
     _position.rank = rank
     _position.ranks = ranks
 
 
 def at_step(step: int) -> None:
-    """Set this process's step; the executable calls this in every step."""
+    """Set this process's step."""
     _position.step = step
 
 
@@ -71,7 +71,7 @@ def hearing(hear: Hearer) -> Iterator[None]:
 
 
 class RankFilter(logging.Filter):
-    """Filter that adds `rank` (None before joining), `ranks`, `step`, and their text `where` to records."""
+    """Filter that adds `rank` (None before joining ranks), `ranks`, `step` and the prefix `where` to log records."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         at = _position

@@ -1,4 +1,4 @@
-"""Types of arguments, checked against the annotations of public functions and dataclasses."""
+"""Checks of argument types against the annotations of public functions and dataclasses."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from hydragraph.spec.known_devices import KNOWN, PCIE_4, Datasheet
 from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 
 MOST_DEVICES = 1 << 16
-# Plausible range of each field, and its unit; values outside the range are assumed to be in another unit.
+# Plausible range and unit of each field. A value outside the range is assumed to have another unit.
 _UNITS = {
     "flops_per_s": (1e7, math.inf, "FLOP/s, such as 989e12"),
     "memory_bytes": (1e5, math.inf, "bytes, such as 80e9"),
@@ -108,7 +108,7 @@ class DeviceType:
 
 @dataclass(frozen=True)
 class Device(DeviceType):
-    """One device, which is one rank.
+    """A device, which runs one rank.
 
     Attributes:
         type: name of the device type in profiles; "" if all devices have the same type.
@@ -268,7 +268,7 @@ class Cluster:
         return {type_: DeviceType(**{name: getattr(device, name) for name in names}) for type_, device in every}
 
     def type_of(self, rank: int) -> str:
-        """Return the name of a rank's device type; unnamed types get the names "", "other 1", ..."""
+        """Return the name of a rank's device type. Types without a name are called "", "other 1", ..."""
         self._device(rank)
         return self._names[rank]
 
@@ -292,7 +292,7 @@ class Cluster:
         return nodes
 
     def node(self, number: int) -> Node:
-        """Return the node with this number. In a cluster without `nodes`, every device has its own network card."""
+        """Return node `number`. In a cluster without `nodes`, every device has its own network card."""
         return self._machines[number]
 
     def card_of(self, rank: int) -> int:
@@ -413,7 +413,7 @@ class Cluster:
                 flat = from_record(_Devices, data, name="cluster")
                 _check_units("", data)
                 return cls(flat.devices, flat.within_node, flat.between_nodes)
-            if isinstance(types := data.get("types"), dict):  # an empty built-in type stands for its datasheet
+            if isinstance(types := data.get("types"), dict):  # an empty entry means the built-in type's datasheet
                 data = {**data, "types": {name: sheet for name, sheet in types.items() if sheet or name not in KNOWN}}
             nodes = from_record(_Nodes, data, name="cluster")
             _check_units("", data)

@@ -16,8 +16,8 @@ class Elastic:
         spares: number of standby processes that can replace a lost rank.
         rejoin: whether to start a new process for a lost one.
         grace_s: time limit in seconds for a rank to send its state to other ranks after SIGTERM.
-        progress_s: time limit in seconds for a process to join the rendezvous after a loss; a new process has
-            three times as long to be ready. The launcher ends a process that takes longer.
+        progress_s: time limit in seconds for a process to join the rendezvous after a loss. A new process may take
+            three times as long. The launcher ends a process that exceeds its limit.
     """
 
     min_ranks: int = 1

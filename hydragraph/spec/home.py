@@ -21,13 +21,13 @@ _EQUAL_TEXT = "equal"
 
 @dataclass(frozen=True)
 class Home:
-    """Ranks that own and update the state (fp32 weights and optimizer state); forwards pull the weights from them.
+    """Ranks that own the state (fp32 weights and optimizer state), update it, and send weights to stages.
 
     Attributes:
         shares: each rank's relative share of every bucket (0: the rank owns no state); None means equal shares.
-        copies: 1 or 2. With 2, a second owner on another node also updates each element; `shares` cover both copies.
-        buckets: bucket name -> shares by rank, instead of `shares`. A bucket is the trainable or the frozen part of a
-            block, or a tied parameter.
+        copies: 1 or 2. With 2, a second owner on another node also updates each element. `shares` divide both copies.
+        buckets: shares by rank of the named buckets, instead of `shares`. A bucket is the trainable or the frozen part
+            of a block, or a tied parameter.
         nodes: node of each rank, to place second owners. None: one node per host or, on a single host, per rank.
         rule: how to choose owners of buckets that are not in `buckets`. "stages" chooses the ranks of the stages that
             use the bucket; "auto" chooses the ranks that exchange the bucket fastest and have enough memory. With a
@@ -99,7 +99,7 @@ class Home:
             raise ValueError(f"home '{self}': two copies on {ranks} rank: start more ranks, or set copies to 1")
 
     def on(self, nodes: Sequence[int]) -> Home:
-        """Return this home with a node for each rank: its own `nodes` or, if these are None, the given ones.
+        """Return this home with a node for each rank: the home's own `nodes` or, if None, the argument.
 
         If all given nodes are equal, each rank counts as a node. A home with one copy or a rule is returned unchanged.
         """
@@ -131,7 +131,7 @@ class Home:
 
     @classmethod
     def parse(cls, text: str) -> Home:
-        """Parse shares by rank, then other settings: "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5", "equal", "auto"."""
+        """Parse text such as "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5", "equal" or "auto"."""
         first, *others = text.split() or [""]
         values: dict[str, Any] = {}
         if first in get_args(Rule):

@@ -1,4 +1,4 @@
-"""Datasheets of GPUs. Peaks are for dense 16-bit matrix products with fp32 accumulation."""
+"""Datasheets of GPUs. `flops_per_s` is the peak of dense 16-bit matrix products with fp32 accumulation."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from types import MappingProxyType
 UNKNOWN = 0.65
 # Bytes/s to pinned host memory over 16 PCIe lanes: about 80 % of the published rate.
 PCIE_3, PCIE_4, PCIE_5 = 12e9, 25e9, 50e9
-_VARIANTS = {"laptop", "ti", "d", "super", "mig"}  # words for slower or faster variants in drivers' names
+_VARIANTS = {"laptop", "ti", "d", "super", "mig"}  # drivers' words for slower or faster variants
 _NEAR = 0.03  # maximum relative difference from a datasheet's peak and bandwidth
 
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Datasheet of a GPU; for the other fields, see `spec.cluster.DeviceType`.
+    """Datasheet of a GPU, with fields as in `spec.cluster.DeviceType`.
 
     Attributes:
-        reached: fraction of the peak that large matrix products reach; fitted to published runs for A100 and H100
-            (`benchmarks/published_runs.py --fit`), otherwise assumed.
-        published: the GPU's name in the published runs; empty: no published run used it.
+        reached: fraction of the peak that large matrix products reach; for A100 and H100, fitted to published runs
+            (`benchmarks/published_runs.py --fit`); otherwise assumed.
+        published: the GPU's name in these published runs, or "".
         bfloat16: whether the peak also holds for bfloat16.
     """
 
@@ -38,7 +38,7 @@ KNOWN: Mapping[str, Datasheet] = MappingProxyType(
         "a100-40gb": Datasheet(312e12, 40e9, 1.555e12, 0.795, published="A100"),
         "a100-80gb": Datasheet(312e12, 80e9, 2.039e12, 0.795, published="A100"),
         "h100-sxm": Datasheet(989e12, 80e9, 3.35e12, 0.66, host_bytes_per_s=PCIE_5, published="H100"),
-        # HBM2e; the published runs limited it to 500 W.
+        # With HBM2e; published runs limited this GPU to 500 W.
         "h100-96gb": Datasheet(989e12, 96e9, 2.4e12, 0.5, host_bytes_per_s=PCIE_5, published="H100"),
         "h100-pcie": Datasheet(756e12, 80e9, 2.0e12, 0.615, host_bytes_per_s=PCIE_5),
         "h100-nvl": Datasheet(835e12, 94e9, 3.9e12, 0.615, host_bytes_per_s=PCIE_5),
@@ -64,7 +64,7 @@ KNOWN: Mapping[str, Datasheet] = MappingProxyType(
 
 
 def known(flops_per_s: float, memory_bytes_per_s: float, name: str = "") -> Datasheet | None:
-    """Return the datasheet with these rates, preferably the one called `name`."""
+    """Return a datasheet with nearly the given rates, preferably that of `name`."""
     for _, sheet in sorted(KNOWN.items(), key=lambda item: item[0] != name):
         pairs = ((flops_per_s, sheet.flops_per_s), (memory_bytes_per_s, sheet.memory_bytes_per_s))
         if all(abs(device_speed - sheet_speed) <= _NEAR * sheet_speed for device_speed, sheet_speed in pairs):
@@ -77,6 +77,6 @@ def sheet_of(gpu: str) -> Datasheet | None:
     words = set(gpu.lower().replace("-", " ").split())
     if words & _VARIANTS:
         return None
-    # Drivers do not write "SXM" as a word. The match with most words is the most specific.
+    # Drivers do not write "SXM" as a word. The match of most words is the most specific name.
     matches = [name for name in KNOWN if set(name.split("-")) - {"sxm"} <= words]
     return KNOWN[max(matches, key=lambda name: len(words & set(name.split("-"))))] if matches else None

@@ -29,7 +29,7 @@ class Stage:
             and push once per iteration.
         offload: keep activations in host memory between forward and backward.
         sums_in_pieces: split matrix products that need an all-reduce into `PIECES` pieces of tokens, and reduce each
-            piece while the next is computed. Not with sequence_parallel.
+            piece while the next is computed. Excludes `sequence_parallel`.
     """
 
     devices: tuple[int, ...]

@@ -41,7 +41,7 @@ def parse_yaml(text: str) -> object:
     return data
 
 
-# Pattern of a PyYAML message -> our message; FOUND stands for the character at the error.
+# Pattern of a PyYAML message -> our message, in which FOUND stands for the character at the error.
 _MISTAKES = {
     "while parsing a flow sequence": "its '[' is not closed: add ']', or a comma",
     "while parsing a flow mapping": "its '{' is not closed: add '}', or a comma",
@@ -93,7 +93,7 @@ def from_record(
     Args:
         path: path of `data` in the file, such as "pipelines[0].stages[1]".
         name: name of the top-level value in messages; default: the class.
-        hints: remedies for unknown fields, by name; default: the most similar field.
+        hints: remedies by name of an unknown field; default: the most similar.
     """
     where = path or name or cls.__name__.lower()
     names = [field.name for field in fields(cls)]
@@ -161,7 +161,7 @@ def _example(cls: type[Any]) -> str:
 
 
 def section_record(cls: type[Any], name: str, value: object) -> Any:
-    """Convert a field's value, which may be text, as `to_record` does."""
+    """Convert a field's value, which may be text, to YAML data."""
     return to_record(_from_value(get_type_hints(cls)[name], value, name, {}))
 
 
@@ -184,8 +184,9 @@ def flow_yaml(value: object) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, except that 1e9 is a number and 010, 1:00 and dates are text (as in YAML 1.2), and a
-    repeated field is an error.
+    """PyYAML's safe loader with the types of YAML 1.2: 1e9 is a number, but 010, 1:00 and dates are text.
+
+    A repeated field is an error.
     """
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:

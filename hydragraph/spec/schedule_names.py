@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")
-DEFAULT_SCHEDULE = SCHEDULES[0]  # omitted in texts
+DEFAULT_SCHEDULE = SCHEDULES[0]  # omitted in strategies' texts
 
 
 def planned_schedules(backend: str) -> tuple[str, ...]:
-    """Return the schedules that the planner tries: zb-h1 only without Inductor, which cannot split backward graphs."""
+    """Return the schedules that the planner tries. Inductor cannot split backward graphs, as zb-h1 requires."""
     return ("1f1b",) if backend == "inductor" else ("1f1b", "zb-h1")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class StageKind(NamedTuple):
-    """How a stage's ranks compute; stages of equal kinds run equal graphs.
+    """Settings that determine the graphs of a stage.
 
     Attributes:
         sequence_parallel, recompute, sums_in_pieces: as in `Stage`.
@@ -21,13 +21,13 @@ class StageKind(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Name such as tp2sr0.5: degree 2, s (sequence-parallel), r (recomputed), budget 0.5; p: sums in pieces."""
+        """Name such as tp2sr0.5: degree 2, with the flags sr0.5 (`spec.strategy_text`)."""
         flags = "s" * self.sequence_parallel + recompute_flag(self.recompute) + "p" * self.sums_in_pieces
         return f"tp{self.tp}{flags}"
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Options in words."""
+        """The kind's settings in words."""
         budget = "" if isinstance(self.recompute, bool) else f" within a memory budget of {self.recompute:g}"
         return (
             *["sequence parallel"] * self.sequence_parallel,
@@ -53,7 +53,7 @@ class StageKind(NamedTuple):
 
 # Number of pieces with `sums_in_pieces`. More pieces would hide more communication, but each piece adds latency.
 PIECES = 2
-# Memory budgets that the planner proposes; few, because each needs its own compilation.
+# Memory budgets that the planner proposes. Each budget needs a compilation of its own.
 BUDGETS = (0.75, 0.5, 0.25)
 
 
@@ -68,7 +68,7 @@ def recompute_flag(recompute: bool | float) -> str:
 
 @dataclass(frozen=True)
 class StagePart:
-    """One rank's part of a stage; tp2s:1 is the second of two parts."""
+    """One rank's part of a stage, such as tp2s:1 for the second of two."""
 
     kind: StageKind = StageKind()  # noqa: RUF009
     index: int = 0

@@ -19,7 +19,7 @@ from hydragraph.spec.strategy_text import format_strategy, parse_strategy
 
 @dataclass(frozen=True)
 class Place:
-    """Position of a rank: `index` among the devices of a stage with layers [first_layer, last_layer)."""
+    """A rank's position `index` among the devices of a stage with layers [first_layer, last_layer)."""
 
     pipeline: int
     stage: int
@@ -30,7 +30,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Pipelines that each hold the whole model and divide a mini-batch; ranks in no pipeline are idle.
+    """Pipelines that each hold the whole model and divide a mini-batch. Ranks in no pipeline are idle.
 
     Pipelines may share a stage if its devices (in order), layers and flags are equal in all of them. A shared stage
     stores weights and gradients once. In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>`, ranks 4 and 5 run the second half of the
@@ -152,7 +152,7 @@ class Strategy:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of six hexadecimal digits; it also covers the numbers of layers, which the name may omit."""
+        """Hash of six hexadecimal digits that covers all fields, even numbers of layers that the name omits."""
         content = json.dumps(asdict(self, dict_factory=_fingerprinted), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()[:6]
 
@@ -208,7 +208,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str, layers: int) -> Strategy:
-        """Parse text such as "<tp2,pp1> + 2*<tp1,pp2>" (`spec.strategy_text`); check its fingerprint, if any."""
+        """Parse text such as "<tp2,pp1> + 2*<tp1,pp2>" (`spec.strategy_text`), and check any fingerprint in it."""
         if not isinstance(text, str):
             raise ValueError(f'strategy text is {text!r}: give a string such as "<tp2,pp1> + 2*<tp1,pp2>"')
         if not is_whole(layers) or layers < 1:
@@ -274,7 +274,7 @@ def strategies_of(texts: Sequence[str], layers: int, ranks: int, heads: tuple[in
 
 
 def _fingerprinted(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Omit newer options if they are off, so that old fingerprints remain valid."""
+    """Omit newer options that are off, so that old fingerprints remain valid."""
     newer = ("stream", "offload", "sums_in_pieces")
     return {name: value for name, value in items if name not in newer or value is not False}
 

@@ -39,7 +39,7 @@ _SWITCHES = {"s": "sequence_parallel", "o": "offload", "p": "sums_in_pieces"}
 
 
 def parse_strategy(text: str, layers: int) -> tuple[tuple[Pipeline, ...], str]:
-    """Parse a text for a model of `layers` layers; return pipelines and schedule.
+    """Parse a strategy's text for a model of `layers` layers into pipelines and schedule.
 
     Raises:
         ValueError: the text is invalid; the message underlines the wrong part.
@@ -69,8 +69,7 @@ def format_strategy(pipelines: Sequence[Pipeline], schedule: str) -> str:
 
 
 def regular_pipeline(tp: int, pp: int, layers: int, first: int, visits: int = 1, **flags: Any) -> Pipeline:
-    """Return pipeline `<tp,pp,v>` (v: `visits`) from device `first` on; remaining layers go to the last stages, one
-    each."""
+    """Return pipeline `<tp,pp,v>` (v: `visits`) from device `first` on; its last stages may have one layer more."""
     even, rest = divmod(layers, pp * visits)
     groups = [tuple(range(first + tp * i, first + tp * (i + 1))) for i in range(pp)] * visits
     stages = (Stage(devices, even + (i >= len(groups) - rest), **flags) for i, devices in enumerate(groups))

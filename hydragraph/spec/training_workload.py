@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 
-MOST_SEQUENCES = 100_000  # in a mini-batch; planning for more takes minutes
+MOST_SEQUENCES = 100_000  # planning larger mini-batches takes minutes
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Workload:
 
     Attributes:
         sequences: number of equally long sequences.
-        length: their length in tokens.
+        length: tokens per sequence.
         lengths: for each sample mini-batch, its sequences' lengths in tokens.
 
     Example: `Workload(sequences=128, length=2048)`; `Workload(lengths=[[512, 90, 3000], [700, 2048]])`.
@@ -57,9 +57,9 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """Equal sequences whose lengths' sum T and squares' sum Q are those of an average mini-batch.
+        """T^2 / Q sequences of Q / T tokens.
 
-        These are T^2 / Q sequences of Q / T tokens.
+        An average mini-batch has T tokens, and its squared lengths sum to Q.
         """
         if not self.lengths:
             return self

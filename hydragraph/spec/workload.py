@@ -23,8 +23,8 @@ class Sequence:
     Attributes:
         ids, labels: token ids and labels, [L] (-100: no target).
         extra: user-defined fields, [L, ...].
-        moved: number of positions by which labels were shifted.
-        padding: padding value of each user-defined field, if it is not 0.
+        moved: shift of the labels, in positions.
+        padding: padding values of user-defined fields, except 0.
     """
 
     ids: Tensor
