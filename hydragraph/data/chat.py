@@ -1,4 +1,4 @@
-"""Conversion of documents to tokens; in completions and most conversations, only the model's answers are targets."""
+"""Conversion of documents to tokens. In completions and most conversations, only the model's answers are targets."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def chatml(special: Collection[str], end: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class DocumentEncoder:
-    """Converts documents to tokens.
+    """Converter of documents to tokens.
 
     Attributes:
-        tokenizer: must neither truncate nor pad.
+        tokenizer: neither truncates nor pads.
         end: id of the end-of-text token, appended to answers that do not end with a special token.
     """
 
@@ -67,7 +67,7 @@ class DocumentEncoder:
         return next((around[:n] for n in range(len(around)) if around[n : n + len(ids)] == ids), [])
 
     def encode(self, document: Document, place: str) -> EncodedDocument:
-        """Encode the document at `place`; a ValueError states why this is impossible."""
+        """Encode the document at `place`, or raise a ValueError."""
         if isinstance(document, str):
             return EncodedDocument(self._ended(self._begun(document)))
         if isinstance(document, TokenIds):
@@ -124,7 +124,7 @@ class DocumentEncoder:
                 "'chatml' or to a template file"
             )
         text, spans = self.template.spans(conversation, place, self._special.values())
-        # The template writes the begin and end tokens.
+        # The chat template writes the begin and end tokens.
         encoding = self._exact.encode(text, add_special_tokens=False)
         ids: list[int] = encoding.ids
         targets = _within(encoding.offsets, spans)
@@ -150,9 +150,9 @@ def _rest(ids: list[int], first: list[int]) -> list[int]:
 
 
 def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return whether each token contains a character of any span; spans are ordered and disjoint.
+    """Return whether each token contains a character of any of the ordered, disjoint spans.
 
-    A token without characters is treated like the next character.
+    A token without characters counts as the next character.
     """
     starts = [start for start, _ in spans]
     within = []

@@ -106,7 +106,7 @@ def documents(
         limit: maximum number of records.
 
     Raises:
-        ValueError: as for `files`, or a field is missing, or a file is damaged.
+        ValueError: a path, suffix or file is invalid, or a field is missing.
         ImportError: the corpus has a table, and pyarrow is not installed.
     """
     return _logged(files(paths, suffixes), fields, CorpusReport() if report is None else report, limit)
@@ -137,7 +137,7 @@ _BINARY = re.compile("[\x00-\x07\x0e-\x1a]")  # control characters that text fil
 
 
 def _is_text(start: bytes) -> bool:
-    """Return whether a file that begins with `start` may be UTF-8 text; `start` may end within a character."""
+    """Return whether a file that begins with `start` (which may end within a character) may be UTF-8 text."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:
@@ -169,7 +169,7 @@ def _found_otherwise(path: str) -> str:
     return "correct the path"
 
 
-# Files with these suffixes are refused as paths; in directories, they are read only if `suffixes` lists them.
+# Suffixes of files that are refused as paths, and read from directories only if `suffixes` lists them.
 _NO_TEXTS: dict[str, str] = {
     ".json": "write one JSON object per line to a .jsonl file, or rename the file to .txt to read text",
     ".xlsx": "convert the file to Parquet: pandas.read_excel(...).to_parquet(...)",
@@ -229,7 +229,7 @@ def unread(
     """Return the names of unread fields in the first records of each file.
 
     Args:
-        template: text of the chat template; message fields that it names count as read.
+        template: text of the chat template; message fields named in this text count as read.
     """
     report = CorpusReport()
     for path in files(paths, suffixes):

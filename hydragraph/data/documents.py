@@ -23,7 +23,7 @@ _SPEAKERS = {
     **dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "bard", "bing", "claude", "model", "function_call"), "assistant"),
     **dict.fromkeys(("function_response", "observation"), "tool"),
 }
-_ROLES = ("user", "assistant", "system", "tool")  # matched in any letter case
+_ROLES = ("user", "assistant", "system", "tool")  # in any letter case
 _INSTRUCTION, _SYSTEM, _HISTORY = "instruction", "system", "history"
 _INPUTS = ("input", "context")
 _OUTPUTS = ("output", "response")
@@ -75,7 +75,11 @@ class AlpacaRecord(Conversation):
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Token ids from another program; `targets`: whether each is a target (None: all are)."""
+    """Token ids from another program.
+
+    Attributes:
+        targets: whether each token is a target; None: all.
+    """
 
     ids: tuple[int, ...]
     targets: tuple[bool, ...] | None = None
@@ -296,7 +300,7 @@ PLAIN = FieldNames()
 
 
 def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Messages]:
-    """Yield both conversations; their equal first messages get weight 0, but last messages never do."""
+    """Yield both conversations, with weight 0 for equal first messages that are not last."""
     most = min(len(chosen), len(rejected)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     for messages in (chosen, rejected):

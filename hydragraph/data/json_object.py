@@ -10,7 +10,7 @@ from hydragraph.errors import type_text
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the object in a JSON file; if the file has none, raise a ValueError that ends with `remedy`."""
+    """Return the object in a JSON file, or raise a ValueError that ends with `remedy`."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

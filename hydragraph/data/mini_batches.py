@@ -50,7 +50,7 @@ class Chunks:
 
 
 def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
-    """Split documents into chunks of `max_length` tokens; a last chunk may be shorter, but has at least 2 tokens."""
+    """Split documents into chunks of `max_length` tokens. A document's last chunk has at least 2 tokens."""
     totals = lengths[documents]
     counts = totals // max_length + (totals % max_length >= 2)
     first = np.cumsum(counts) - counts
@@ -60,7 +60,7 @@ def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
 
 
 def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
-    """Return the pieces of one document that belong to `split`; the last pieces are held out."""
+    """Return the pieces of one document that belong to `split`. The last pieces are held out."""
     count = len(chunks)
     if count < 2:
         raise ValueError(
@@ -72,7 +72,7 @@ def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
 
 
 def split_documents(count: int, split: Split, heldout: float) -> _Indices:
-    """Return the indices of a split's documents, in order; the last documents of a seeded shuffle are held out.
+    """Return the sorted indices of a split's documents. The last documents of a fixed shuffle are held out.
 
     Args:
         heldout: fraction of documents to hold out; if above 0, both splits get at least one document.
@@ -91,7 +91,7 @@ Drawn = Tensor | dict[str, Tensor]
 
 
 class MiniBatches(Iterator[list[Drawn]]):
-    """Endless mini-batches; each epoch returns every chunk once, in an order drawn from (seed, epoch).
+    """Endless mini-batches. Each epoch returns every chunk once, in an order drawn from (seed, epoch).
 
     Chunks are added to a mini-batch, even across epochs, until the next chunk would exceed the budget. The stream
     depends only on the file and the arguments.
@@ -105,7 +105,7 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     Attributes:
         chunks: chunks of one epoch; the answers of a pair are adjacent.
-        scores: reference score of each chunk, or None; returned with the sequence as "reference".
+        scores: reference score of each chunk, which a sequence contains as "reference", or None.
 
     Raises:
         ValueError: the split has no document of at least two tokens.
@@ -162,7 +162,7 @@ class MiniBatches(Iterator[list[Drawn]]):
         self._order = self._epoch_order(0)
 
     def __next__(self) -> list[Drawn]:
-        """Return the next mini-batch; each sequence is int64 [length], with labels unless all tokens are targets."""
+        """Return the next mini-batch: sequences int64 [length], with labels unless all tokens are targets."""
         return [self.read(chunk) for chunk in self._fill()]
 
     def skip(self) -> tuple[int, ...]:
@@ -227,9 +227,9 @@ class MiniBatches(Iterator[list[Drawn]]):
         return {**self._settings, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a result of `state_dict`; raise a ValueError if the file or the settings differ."""
+        """Continue from a result of `state_dict`. Raise a ValueError if the file or the settings differ."""
         for name, mine in self._settings.items():
-            theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))  # earlier versions had no such keys
+            theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))  # absent in earlier versions
             if theirs != mine:
                 raise ValueError(
                     f"mini-batch state: saved {name} is {theirs!r}, but this stream's is {mine!r}: "

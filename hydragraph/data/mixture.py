@@ -1,4 +1,4 @@
-"""Mini-batches from several corpora, in proportion to weights."""
+"""Mini-batches from several weighted corpora."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hydragraph.data.mini_batches import Drawn, MiniBatches
 
 
 class Mixture(Iterator[list[Drawn]]):
-    """Endless mini-batches; each corpus's share of the tokens matches its weight, to within one sequence.
+    """Endless mini-batches in which each corpus's share of the tokens matches its weight, to within one sequence.
 
-    Each sequence is taken from the corpus with the fewest tokens so far, relative to its weight.
+    Each sequence is taken from the corpus with the fewest tokens so far, relative to the corpus's weight.
 
     Args:
-        members: streams of the corpora; `tokens` replaces their own token budgets.
+        members: streams of the corpora, whose token budgets `tokens` replaces.
     """
 
     def __init__(self, members: Sequence[MiniBatches], weights: Sequence[float], tokens: int) -> None:
@@ -41,7 +41,7 @@ class Mixture(Iterator[list[Drawn]]):
         return {"weights": list(self._weights), "drawn": list(self._drawn), "members": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a result of `state_dict`; raise a ValueError if corpora, weights or settings differ."""
+        """Continue from a result of `state_dict`. Raise a ValueError if corpora, weights or settings differ."""
         weights = state.get("weights")
         if weights != list(self._weights):
             raise ValueError(

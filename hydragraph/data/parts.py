@@ -1,4 +1,4 @@
-"""Encoded documents in part files, so that an interrupted data preparation can continue."""
+"""Encoded documents in files, so that an interrupted data preparation can continue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EVERY_S = 20.0
 
 
 class EncodedParts:
-    """Encoded documents of one corpus; each part takes about `every_s` seconds to encode."""
+    """Encoded documents of one corpus, in files that each take about `every_s` seconds to encode."""
 
     def __init__(self, directory: Path, every_s: float = _EVERY_S) -> None:
         self._directory = directory
@@ -30,10 +30,10 @@ class EncodedParts:
             unfinished.unlink()
 
     def encoded(self, documents: Iterable[PlacedDocument], encoder: DocumentEncoder) -> Iterator[int]:
-        """Encode the documents that no part contains; after each batch, yield the total number encoded.
+        """Encode the documents that no file contains. After each batch, yield the total number encoded.
 
         Args:
-            documents: the whole corpus, always in the same order.
+            documents: the whole corpus, in a fixed order.
         """
         done = sum(self._count(path) for path in self._files)
         since = time.monotonic()

@@ -31,7 +31,7 @@ def columns(path: Path) -> list[str]:
 
 
 def rows(path: Path, wanted: Collection[str]) -> Iterator[Row | None]:
-    """Yield the wanted columns of each row, or None for a row that is not UTF-8; errors are as for `columns`."""
+    """Yield the wanted columns of each row, or None for a row that is not UTF-8."""
     with _table(path) as (names, batches):
         chosen = [name for name in names if name in wanted]
         for batch in batches(chosen):

@@ -91,7 +91,7 @@ class ChatTemplate:
         prompt: bool = False,
         mask: bool = False,
     ) -> tuple[str, list[Span]]:
-        """Render messages; with `mask`, also return the spans marked as generated."""
+        """Render messages. With `mask`, also return the spans that the template marks as generated."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -115,7 +115,12 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Way:
-    """Message format that a template expects; `parts`: contents are lists; `texts`: tool arguments are JSON text."""
+    """Message format that a template expects.
+
+    Attributes:
+        parts: contents are lists.
+        texts: tool arguments are JSON text.
+    """
 
     parts: bool = False
     texts: bool = False
@@ -228,7 +233,7 @@ class _Written:
         return begin, next((region[0] for region in after if region), len(self.text))
 
     def excluded(self) -> list[Span]:
-        """Return the spans of messages with weight 0; the span of those at the beginning includes their headers."""
+        """Return the spans of messages with weight 0, including the headers of messages at the beginning."""
         messages = self._conversation.messages
         first = next((i for i, message in enumerate(messages) if message.get("weight") != 0), None)
         if first is None:
@@ -263,7 +268,7 @@ class _Written:
             return self.text[: content[0]]
 
     def _aligned(self, i: int, before: str, after: str) -> Span:
-        """Return the span as `turn` does, for templates that render a message differently if it is the last."""
+        """Return the span for `turn` if the template renders a last message differently."""
         messages = self._messages
         content = self._region(messages, i)
         if content is None:
@@ -296,7 +301,7 @@ class _Written:
         return size
 
     def _region(self, messages: Sequence[Message], i: int, prompt: bool = False) -> Span | None:
-        """Return the span of the text that depends on a message's content; None if the content is not rendered."""
+        """Return the span of the text that depends on a message's content, or None if the content is not rendered."""
         text = self._text(messages, prompt)
         changed = _with(messages, i, _probed(messages[i]))
         try:

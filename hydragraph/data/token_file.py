@@ -108,7 +108,7 @@ class TokenFile:
         return cls(path, lengths, *header_fields, tokens, offsets)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Compare the content with its checksum; raise a ValueError if they differ."""
+        """Raise a ValueError if the content does not match its checksum."""
         digest = hashlib.sha256()
         read = 0
         with self.path.open("rb") as file:
@@ -137,7 +137,7 @@ class TokenFile:
     def counts(
         self, documents: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Count the targets in each piece, excluding its first token."""
+        """Count the targets in each piece, excluding the piece's first token."""
         if not self.targeted:
             return lengths - 1
         first = self._offsets[documents] + starts
@@ -180,7 +180,7 @@ class EncodedDocument:
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> int:
-    """Return a tokenizer's largest id plus 1; ids may have gaps."""
+    """Return a tokenizer's largest id plus 1."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 

@@ -117,7 +117,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 
 
 def chat_template(directory: Path) -> str | None:
-    """Return the chat template in a tokenizer's directory, or None; if there are several, return the "default" one."""
+    """Return the chat template in a tokenizer's directory (the "default" one of several), or None."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return read_text(file, "save the tokenizer again")

@@ -41,7 +41,7 @@ def parse_yaml(text: str) -> object:
     return data
 
 
-# Pattern of a PyYAML message -> our message, in which FOUND stands for the character at the error.
+# Pattern of a PyYAML message -> our message. FOUND stands for the character at the error.
 _MISTAKES = {
     "while parsing a flow sequence": "its '[' is not closed: add ']', or a comma",
     "while parsing a flow mapping": "its '{' is not closed: add '}', or a comma",
@@ -93,7 +93,7 @@ def from_record(
     Args:
         path: path of `data` in the file, such as "pipelines[0].stages[1]".
         name: name of the top-level value in messages; default: the class.
-        hints: remedies by name of an unknown field; default: the most similar.
+        hints: remedy for an unknown field, by name; default: the most similar field.
     """
     where = path or name or cls.__name__.lower()
     names = [field.name for field in fields(cls)]
