@@ -14,7 +14,7 @@ from hydragraph.report.facts import MOVED, Matrix
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
-# Rows per matrix; with more ranks or nodes, neighbors share a row.
+# Rows per matrix. With more ranks or nodes, neighbors share a row.
 MOST = 32
 
 Floats = NDArray[np.float64]
@@ -35,7 +35,7 @@ def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline:
 
 
 def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> Floats:
-    """Return bytes, as an array [kinds (`MOVED`), senders, receivers]."""
+    """Return sent bytes, an array [kinds (`MOVED`), senders, receivers]."""
     work = costs.work(strategy, assignment)
     moved = np.zeros((len(MOVED), costs.ranks, costs.ranks))
     exchanged: set[tuple[Op, str]] = set()

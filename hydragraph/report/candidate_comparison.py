@@ -20,12 +20,12 @@ from hydragraph.spec.training_workload import check_sequences
 
 Strategy = tuple[Scheme, ...]
 
-# Best candidates, and best homogeneous candidates, that are always evaluated.
+# Numbers of best candidates, and of best homogeneous candidates, to evaluate.
 SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
-# Mini-batches used only to improve candidates.
+# Number of mini-batches for improving candidates.
 TUNING = 8
-# Candidates whose pull and push are simulated.
+# Number of candidates whose pull and push are simulated.
 SIMULATED = 24
 REASON = {
     "work": "more device time for the same sequences",
@@ -38,7 +38,7 @@ REASON = {
 
 @dataclass(frozen=True)
 class TimeParts:
-    """Seconds of an iteration by part; with published constants, `sync` is 0 if all pipelines are equal."""
+    """Seconds of an iteration, by part."""
 
     work: float
     waiting: float
@@ -79,7 +79,7 @@ class ComparedCandidate:
 
     Attributes:
         memory: memory use of each distinct scheme.
-        seconds: mean over the mini-batches; infinite if one does not fit; `bound` if mini-batches were not assigned.
+        seconds: mean over the mini-batches, or `bound` if mini-batches were not assigned; infinite if one does not fit.
         alone: mean seconds of each mini-batch's longest sequence alone, on the fastest pipeline.
         wins: number of mini-batches on which this candidate is the fastest.
     """
@@ -120,10 +120,10 @@ class Example:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Candidates for a model, its data and its devices.
+    """Candidates for a model, data and devices.
 
     Attributes:
-        candidates: the best static candidate first; candidates that do not fit the context length last.
+        candidates: the best for all mini-batches first; candidates that do not fit the context length last.
         dynamic: mean seconds if each mini-batch uses its best candidate.
         sync: seconds outside computation, maximum over the candidates.
         cut: number of sequences truncated to `context`.
@@ -250,7 +250,7 @@ def _check_devices(strategies: Sequence[Strategy], devices: int) -> None:
 
 @dataclass(frozen=True)
 class _SampledBatches:
-    """Sample mini-batches, each with the choice among the strategies."""
+    """Sample mini-batches, and the strategy chosen for each."""
 
     profile: Schemes
     strategies: Sequence[Strategy]
@@ -300,7 +300,7 @@ def _alone(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
 def parts_of(
     pipelines: Sequence[PipelineCost], lengths: Sequence[int], assignment: PlannedAssignment, sync: float
 ) -> TimeParts:
-    """Split an assignment's time into parts; `sync` is the seconds outside computation."""
+    """Split an assignment's time and `sync` (seconds outside computation) into parts."""
     work = [
         float(p.work([lengths[i] for m in batches for i in m]).sum())
         for p, batches in zip(pipelines, assignment.micro_batches, strict=True)

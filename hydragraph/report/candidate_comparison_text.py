@@ -39,7 +39,7 @@ def to_text(report: PlanReport, explain: bool = False) -> str:
 
 
 def to_record(report: PlanReport) -> dict[str, Any]:
-    """Return a report as JSON-compatible data; infinite numbers become None."""
+    """Return a report as JSON data, with None for infinite numbers."""
     example = report.example
     return {
         **attributes_of(report, "profile", "devices", "context", "tokens", "iterations"),

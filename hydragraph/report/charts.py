@@ -18,7 +18,7 @@ MOST_MARKS = 400
 
 @dataclass(frozen=True)
 class Series:
-    """Curve in a chart; `style` is a CSS class that sets its color."""
+    """Curve in a chart, colored by the CSS class `style`."""
 
     name: str
     points: tuple[Point, ...]
@@ -125,7 +125,7 @@ def _span(low: float, high: float) -> tuple[float, float]:
 
 
 def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: float, label: str, show: Show) -> Markup:
-    """Return a chart of bytes over an iteration; the limit is shown only if the peak is close to it."""
+    """Return a chart of bytes over an iteration, with the limit if the peak is close."""
     width, height = 240, 84
     near = limit <= 2.5 * peak
     top = 1.08 * (max(limit, peak) if near else peak) or 1.0

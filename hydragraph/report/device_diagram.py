@@ -25,7 +25,7 @@ def diagram(strategy: Strategy, cluster: Cluster, health: Health) -> Diagram:
 
 
 def diagram_of(strategy: Strategy, nodes: Sequence[int], types: Sequence[str], rates: Sequence[float]) -> Diagram:
-    """Return the diagram; `rates` are the ranks' slowdowns, infinite for lost ranks."""
+    """Return the diagram. `rates` are the ranks' slowdowns, infinite for lost ranks."""
     parts = [_parts(strategy, rank) for rank in range(len(nodes))]
     joined: Callable[[int], object] = lambda rank: (nodes[rank], types[rank], rates[rank], parts[rank])  # noqa: E731
     key = joined if len(nodes) > EVERY else lambda rank: rank

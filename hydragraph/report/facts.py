@@ -1,4 +1,4 @@
-"""Contents of a report as dataclasses; times are in seconds, and text is not escaped."""
+"""Contents of a report as dataclasses. Times are in seconds, and text is not escaped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.train.stragglers.run_events import RunEvent
 # Kinds of bars, with colours in report.css.
 KINDS = ("forward", "backward", "update", "commit", "pull", "push", "p2p", "offload", "wait")
 STREAMS = ("compute", "pull", "push", "p2p", "offload")
-# Kinds of traffic: those whose waits a run measures, and all.
+# Kinds of traffic whose waits a run measures, and all kinds.
 WAITED = ("pull", "push", "p2p")
 MOVED = (*WAITED, "tp")
 
@@ -80,7 +80,7 @@ class Matrix:
 
     Attributes:
         title: "ranks" or "nodes".
-        groups: node of each name; names of one node are adjacent.
+        groups: node of each row; rows of one node are adjacent.
         cells: bytes by traffic kind (`MOVED`), row and column.
     """
 
@@ -122,7 +122,7 @@ class DeviceRow:
 
 @dataclass(frozen=True)
 class Diagram:
-    """Devices and layers of a strategy; `note` says what is omitted."""
+    """Devices and layers of a strategy. `note` says what is omitted."""
 
     layers: int
     rows: tuple[DeviceRow, ...]
@@ -135,7 +135,7 @@ class ComparedStrategy:
 
     Attributes:
         seconds: time of an iteration; None if the strategy does not fit.
-        micro_batches: number in each pipeline; empty if unknown.
+        micro_batches: number per pipeline; empty if unknown.
         shares: parts of the iteration, as (name, fraction).
         why: why the strategy lost; "" for the best strategy.
     """

@@ -1,4 +1,4 @@
-"""HTML from nested calls, which escape all content except markup.
+"""HTML from nested calls, which escape all content except `Markup`.
 
 tag("p", "a < b", tag("b", "!"), class_="note")  ->  <p class="note">a &lt; b<b>!</b></p>
 """

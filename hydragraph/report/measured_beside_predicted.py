@@ -22,7 +22,11 @@ MOSTLY = 0.6
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """Measured and predicted times of one iteration; `seconds` includes work outside instructions."""
+    """Measured and predicted times of one iteration.
+
+    Attributes:
+        seconds: measured time, including work outside instructions.
+    """
 
     step: int
     strategy: str
@@ -39,9 +43,9 @@ class ComparedStep:
         return max(account.total for account in self.predicted)
 
     def ratios(self) -> dict[tuple[TimeKind, int], float]:
-        """Return measured / predicted time, by kind and rank, where both are positive.
+        """Return measured / predicted time, by kind and rank, where both times are positive.
 
-        For transfers, the ratio compares their durations, because waits depend on overlap with computation.
+        For transfers, durations are compared, because waits depend on overlap with computation.
         """
         ratios: dict[tuple[TimeKind, int], float] = {}
         for rank, (measured, predicted) in enumerate(zip(self.measured, self.predicted, strict=True)):
@@ -80,7 +84,7 @@ class RunComparison:
 
     Attributes:
         before: corrections that the costs already include.
-        warming: excluded steps: each strategy's first step, unless the strategy ran only one.
+        warming: excluded first steps of strategies that ran several steps.
     """
 
     source: str
@@ -91,7 +95,7 @@ class RunComparison:
 
     @property
     def corrections(self) -> Corrections:
-        """Corrections of predictions from these and earlier steps."""
+        """Corrections of predictions, from `steps` and `before`."""
         corrections = self.before if self.before.types == self.types else Corrections(self.types)
         health = self.before.health
         for step in self.steps:

@@ -86,7 +86,7 @@ def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
 
 
 def advice(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool = True) -> str:
-    """Return the smallest change that makes a strategy fit, and offloading if it helps; "" if the strategy fits."""
+    """Return the smallest change that makes a strategy fit, and offloading if that helps; "" if the strategy fits."""
     if found.fits:
         return ""
     offloading = _offloading(costs, found, assignment)
@@ -130,7 +130,7 @@ def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may
         if length is not None:
             return f"sequences of at most {length:,} tokens (data.max_length), one per micro-batch{words}"
     for sequence_parallel in (True, False):
-        with suppress(Unsupported):  # the profile may not contain such stages
+        with suppress(Unsupported):  # the profile may not contain these stages
             for wide, merged in wider(costs, found.strategy, assignment, sequence_parallel):
                 for strategy in (wide, recomputing(wide), *(streaming_more(wide) if may_stream else ())):
                     tried = fit(costs, strategy, merged)
@@ -219,7 +219,7 @@ def recomputing(strategy: Strategy, how: bool | float = True) -> Strategy:
 
 
 def _whole(strategy: Strategy) -> Strategy:
-    """Return the strategy with a schedule that does not split backwards; streaming and offloading require this."""
+    """Return the strategy with a schedule that does not split backwards, for streaming and offloading."""
     return strategy if strategy.schedule in WHOLE_BACKWARD else replace(strategy, schedule=DEFAULT_SCHEDULE)
 
 

@@ -17,7 +17,7 @@ from hydragraph.version import __version__
 
 
 def write_report(report: ReportContents, path: Path) -> None:
-    """Write a report to a file; replace an existing file only when the report is complete."""
+    """Write a report to a file, atomically."""
     write_whole(path, html(report))
 
 

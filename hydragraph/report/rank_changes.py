@@ -13,7 +13,7 @@ from hydragraph.train.stragglers.run_events import RunEvent, seconds_of
 
 
 def happened(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> RankChanges | None:
-    """Return the events, in order of time, and their costs; None if checkpoints are the only events."""
+    """Return a run's events and their costs, or None if checkpoints are the only events."""
     if all(event.event == "saved" for event in events):
         return None
     wall_time = account(metrics, events)

@@ -29,7 +29,7 @@ _TRACED = "Timelines show the last traced step of each strategy and its simulati
 def run_report(
     title: str, metrics: Sequence[Metrics], traced: tuple[Costs, Trace] | None, events: Sequence[RunEvent] = ()
 ) -> ReportContents:
-    """Return the report of a run of at least one step; `traced` contains its costs and trace."""
+    """Return the report of a run with steps. `traced` contains the run's costs and trace."""
     names = strategy_names(metrics)
     metrics = [replace(m, strategy=names[m.strategy]) for m in metrics]
     contenders = _contenders(metrics)

@@ -66,7 +66,7 @@ def header(report: ReportContents) -> Markup:
 
 @dataclass(frozen=True)
 class Section:
-    """Section of the page; `name` is its entry in the table of contents."""
+    """Section of the page. `name` is the entry in the table of contents."""
 
     anchor: str
     name: str

@@ -21,7 +21,7 @@ _TRAFFIC = {"pull": "#d08a3e", "p2p": "#5f5f5f", "push": "#c0504d", "offload": "
 
 
 def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
-    """Draw timelines to a PNG file, the best first."""
+    """Draw strategies' timelines to a PNG file."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     from matplotlib.ticker import EngFormatter

@@ -49,7 +49,7 @@ def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> PricedStr
 
 
 def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, sequences: int = 1) -> list[int]:
-    """Distribute equal micro-batches over pipelines; return how many each pipeline gets.
+    """Distribute equal micro-batches over pipelines; return the number per pipeline.
 
     Args:
         tokens: tokens per sequence.
@@ -63,7 +63,7 @@ def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, seq
 def spread(depths: Sequence[int], seconds: Sequence[float], micro_batches: int) -> list[int]:
     """Distribute equal micro-batches over pipelines so that the last pipeline ends as early as possible.
 
-    A pipeline of p stages (`depths`) runs m micro-batches in (m + p - 1) s, where s (`seconds`) is its slowest stage's
+    A pipeline of p stages (`depths`) runs m micro-batches in (m + p - 1) s, where s (`seconds`) is the slowest stage's
     time per micro-batch.
     """
     counts = [0] * len(depths)

@@ -1,4 +1,4 @@
-"""Timelines on the page: data for its script, and a static picture.
+"""Timelines on the page: data for the script, and a static picture.
 
 A bar is [ticks after the previous bar, length in ticks, kind, name, micro-batch]; a tick is 1e-9 of the iteration.
 """

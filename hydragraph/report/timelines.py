@@ -1,7 +1,7 @@
 """Conversion of simulated and traced iterations to lanes of bars.
 
-Simulated ranks with equal timelines share a lane. If there are too many bars, bars of consecutive blocks of a
-micro-batch are merged, then, if necessary, bars close to each other.
+Simulated ranks with equal timelines share a lane. If there are too many bars, those of consecutive blocks of a
+micro-batch are merged, then bars close to each other.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _micro_batch(instruction: Instruction) -> int:
 def _name(instruction: Instruction) -> str:
     op = instruction.op
     if op in (Op.SEND, Op.RECEIVE):
-        # A lane's ranks have different peers, all in one stage.
+        # Peers of a lane's ranks are different ranks of one stage.
         message = message_of(instruction)
         what = "hidden state" if message.ahead else "gradient"
         other = "next" if message.ahead is (op is Op.SEND) else "previous"
@@ -185,7 +185,7 @@ def _ticks(bars: Sequence[TimeBar], tick: float) -> Iterator[TimeBar]:
 
 
 def _runs(bars: Iterable[TimeBar], ends: Callable[[list[TimeBar], TimeBar], bool]) -> Iterator[list[TimeBar]]:
-    """Divide bars into runs; `ends` says whether a run ends before a bar."""
+    """Divide bars into runs. `ends` says whether a run ends before a bar."""
     run: list[TimeBar] = []
     for bar in bars:
         if run and ends(run, bar):
