@@ -135,7 +135,7 @@ def strategies_and_costs(
 
 
 def step_lengths(config: TrainConfig, drawn: Sequence[int] | None) -> list[int]:
-    """Return a mini-batch drawn from the lengths `drawn`, or of maximum-length sequences if `drawn` is None."""
+    """Return a mini-batch's lengths, drawn from `drawn`, or all of the maximum length if `drawn` is None."""
     from hydragraph.report.candidate_comparison import mini_batches
     from hydragraph.spec.training_workload import full_lengths
 
@@ -151,7 +151,7 @@ def run_assignment(
     """Assign a mini-batch's sequences to pipelines and micro-batches, as a run does.
 
     Args:
-        known: whether the run has these costs to plan with; otherwise, or if no plan fits in memory, use `quick_plan`.
+        known: whether the run plans with `costs`. If not, or if no plan fits in memory, use `quick_plan`.
     """
     from hydragraph.planner.assignment.best_candidate import compare_pipelines
     from hydragraph.planner.quick_plan import assign

@@ -103,7 +103,7 @@ def compile_command(options: CompileOptions) -> None:
 
 
 def _tokens(config: TrainConfig) -> tuple[int, int]:
-    """Return the vocabulary size and the end-of-text id; print a note if they are guesses."""
+    """Return vocabulary size and end-of-text id, and print a note if they are guesses."""
     from hydragraph.train.data import known_vocabulary
 
     with suppress(ValueError, OSError):  # the data may be on another machine
@@ -165,7 +165,7 @@ def compile_quietly(
         config.home.check(config.ranks, [bucket.name for bucket in program.buckets])
         usable = []
         for text in config.strategies:
-            with suppress(ValueError):  # `_compiled` reports it
+            with suppress(ValueError):  # reported by `_compiled`
                 usable.append(Strategy.read(text, program.layers))
         home = home_on(program, usable, config.home, [0] * config.ranks)
         owners = HomeLayouts(home.on([0] * config.ranks), config.ranks)

@@ -25,7 +25,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
 _KEPT = 1 << 20  # maximum cached variants; an evicted variant would be counted twice
-_TOKENS = 1024  # saved bytes are measured at this number of tokens and at twice this number
+_TOKENS = 1024  # saved bytes are measured with 1,024 and 2,048 tokens
 
 Tell = Callable[[str], None]
 
@@ -108,10 +108,10 @@ class _Need:
 
 
 class Compiler:
-    """Compiler of one captured program for several strategies; each variant is compiled once.
+    """Compiler of one captured program for several strategies. Each variant is compiled once.
 
     Args:
-        backend: "eager", or "inductor", which fills its cache on disk.
+        backend: "eager", or "inductor", which fills Inductor's cache.
         tell: called with the name of each strategy and graph to compile.
         built: compiled kernels for a GPU that is absent here (`private.absent_gpu`); None: compile for this machine.
     """

@@ -81,7 +81,7 @@ def check_folder(folder: Path) -> None:
 def write_folder(
     folder: Path, program: Program, summary: Summary, compiler: Compiler, strategies: Sequence[CompiledStrategy]
 ) -> None:
-    """Write the readable files and replace earlier ones; `frontend.compiled_folder.save` writes the other files.
+    """Replace a folder's readable files. `frontend.compiled_folder.save` writes the other files.
 
     program.txt             the strategy-independent program and its templates
     graphs/                 NAME.forward.py and NAME.backward.py of every variant

@@ -42,7 +42,7 @@ class KernelRecord:
 
     Attributes:
         launches: launches per run of the graph.
-        configurations: number of configurations that autotuning would time; the other fields describe the first.
+        configurations: number of configurations to autotune. Other fields describe the first configuration.
         spilled_bytes: bytes of stack per thread (see `kernels.cubin`).
         shared_bytes: shared memory per thread block.
         bytes: device memory read and written per launch.
@@ -124,7 +124,7 @@ def load_written(cls: type[Any], path: Path) -> Any:
 def graph_records(
     name: str, part: StagePart, traced: Variant, compiled: Variant, built: Mapping[str, BuiltKernel]
 ) -> tuple[GraphRecord, ...]:
-    """Return the records of a variant's graphs; `built` maps kernel sources to kernels."""
+    """Return the records of a variant's graphs. `built` maps kernel sources to kernels."""
     sizes = TracedSizes.of(traced, part, MicroBatch(TUNED, 1))
     records = []
     before = modules_of(traced)

@@ -32,7 +32,7 @@ def restarts_by_torchrun() -> int | None:
 
 
 def torchrun_rendezvous() -> str:
-    """Return the rendezvous backend in the command line of the torchrun that started this process; "": unknown."""
+    """Return the rendezvous backend in the command line of the torchrun that started this process, or ""."""
     command = Path(f"/proc/{os.getppid()}/cmdline")
     if restarts_by_torchrun() is None or not command.exists():
         return ""
@@ -42,7 +42,7 @@ def torchrun_rendezvous() -> str:
 
 
 def first_seen(began: float) -> float:
-    """Return the start time of the run that was in the output folder before this torchrun job; 0: none.
+    """Return the start time of the run in the output folder before this torchrun job, or 0 if none.
 
     The job's first attempt writes this time to torchrun's store, which outlives the ranks. Without a shared store, a
     run that began after torchrun's process belongs to this job.

@@ -36,7 +36,7 @@ def option(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
 
 
 def argument(help: str, default: Any = MISSING, **settings: Any) -> Any:
-    """Return a dataclass field for a positional argument; `settings` are other arguments of `typer.Argument`."""
+    """Return a dataclass field for a positional argument. `settings` are other arguments of `typer.Argument`."""
     return field(default=default, metadata={"info": partial(typer.Argument, help=help, **settings)})
 
 
@@ -77,7 +77,7 @@ json_option = partial(flag, "Print JSON instead of text.", "--json")
 class CommonOptions:
     """Options of every command.
 
-    A subclass declares further options and arguments. `PANEL` is their heading in the help.
+    A subclass declares further options and arguments, with `PANEL` as heading in the help.
     """
 
     PANEL: ClassVar[str | None] = None
@@ -89,7 +89,7 @@ class CommonOptions:
     debug: bool = flag("Show tracebacks.")
 
     def refuse(self, names: Iterable[str], why: str) -> None:
-        """Raise a ValueError for the first of these fields that the user has set."""
+        """Raise a ValueError for the first field of `names` that the user has set."""
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name in names and value is not None and value is not False:
@@ -226,10 +226,10 @@ def chosen_home(text: str | None, configured: Home) -> Home:
 def chosen_strategies(
     named: Sequence[str] | None, configured: Sequence[str], ranks: int | None = None
 ) -> tuple[str, ...]:
-    """Return the command line's strategies; if it has none, return the config's.
+    """Return the command line's strategies or, by default, the config's.
 
     Args:
-        ranks: replace "auto" in a config by data parallelism over this number of ranks; None: reject "auto".
+        ranks: number of ranks of the data parallelism that replaces "auto" in a config; None: reject "auto".
 
     Raises:
         ValueError: the strategies are "auto", and `ranks` is None or `named` is given.
@@ -255,7 +255,7 @@ def with_strategies(config: TrainConfig, named: Sequence[str] | None, ranks: int
 
 
 def check_strategies(texts: Sequence[str], model: ModelConfig, ranks: int) -> None:
-    """If the model's config states the number of layers, check strategies."""
+    """Check strategies if the model's config states the number of layers."""
     layers, heads = (stated_size(model, name) for name in ("num_hidden_layers", "num_attention_heads"))
     if layers is not None:
         strategies_of(texts, layers, ranks, () if heads is None else (heads,))

@@ -1,6 +1,6 @@
 """Costs of `hydragraph plan --cluster`, and compilation of the graphs that determine memory.
 
-With a second core, another process compiles the same graphs in reverse order, then those of sums in pieces:
+With a second core, another process compiles these graphs in reverse order, then graphs with sums in pieces:
 
     python -m hydragraph.commands.plan_costs    reads pickled `PlanOptions` from stdin
 
@@ -86,7 +86,7 @@ class PlanInputs:
 
 
 def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Costs, str, Ready]:
-    """Return the costs, their source, and a test for cached graphs; with a config, memory is exact."""
+    """Return the costs, a description of their source, and a test for cached graphs."""
     from hydragraph.commands.captured_model import captured, costs_of_run
     from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.costs import Costs
@@ -140,7 +140,7 @@ def compile_graphs(costs: Costs, seconds: float | None, ready: Ready = lambda *_
 
 
 def compile_backwards(costs: Costs) -> None:
-    """Compile the graphs of all kinds of stages, last kinds first, then those with sums in pieces."""
+    """Compile the graphs of all kinds of stages, last kinds first, then graphs with sums in pieces."""
     kinds = _kinds(costs)
     pieces = [kind._replace(sums_in_pieces=True) for kind in kinds if kind.tp > 1 and not kind.sequence_parallel]
     for kind in [*reversed(kinds), *pieces]:

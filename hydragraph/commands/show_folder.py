@@ -29,7 +29,7 @@ ROWS = 24  # maximum printed rows of a list
 
 @dataclass(frozen=True)
 class ShownStrategy:
-    """One strategy of a compiled folder; its files are read on demand."""
+    """One strategy of a compiled folder, whose files are read on demand."""
 
     record: StrategyRecord
     whole: ShownFolder
@@ -97,7 +97,7 @@ class ShownFolder:
         return HomeLayouts(Home.parse(self.summary.home), self.summary.ranks)
 
     def chosen(self, texts: Sequence[str]) -> tuple[ShownStrategy, ...]:
-        """Return the strategies that `texts` names by text, fingerprint, folder or number; all if it is empty.
+        """Return the strategies that `texts` names by text, fingerprint, folder or number, or all if empty.
 
         Raises:
             ValueError: the folder has no such strategy.

@@ -20,7 +20,7 @@ _PARTS = (*_HOME, "weights", "gradients", "activations", "working", "messages")
 def memory_lines(
     strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, limit: float | None
 ) -> Iterator[str]:
-    """Yield each rank's peak memory by kind; with many ranks, only that of the first rank of each program.
+    """Yield each rank's peak memory by kind or, with many ranks, that of each program's first rank.
 
     Args:
         tokens: tokens per micro-batch, all in one sequence.

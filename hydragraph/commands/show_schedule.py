@@ -32,7 +32,11 @@ _TALLEST = 40  # rows with full height and numbers
 
 @dataclass(frozen=True)
 class Task:
-    """A micro-batch's work on a stage; `visit` is the stage's index among the rank's stages in the pipeline."""
+    """A micro-batch's work on a stage.
+
+    Attributes:
+        visit: the stage's index among the rank's stages in the pipeline.
+    """
 
     work: Work
     micro_batch: int
@@ -42,7 +46,7 @@ class Task:
 
     @property
     def text(self) -> str:
-        """Label such as F0 (forward of micro-batch 0), B0, I0 or W0; F0:1 on a rank's second interleaved stage."""
+        """Label such as F0 (forward of micro-batch 0), or F0:1 on a rank's second interleaved stage."""
         return f"{self.work.value}{self.number}"
 
     @property
@@ -61,7 +65,7 @@ class StageRow:
 
 
 def schedule(each: ShownStrategy) -> list[StageRow]:
-    """Return a row of tasks for each stage; equal rows of several pipelines are merged."""
+    """Return a row of tasks for each stage. Equal rows of several pipelines are merged."""
     outline = each.whole.program.outline
     stages = place(outline, each.strategy, each.record.micro_batches).stages
     timed = _timed(stages, [_counted(each.programs[stage.ranks[0]].instructions, stage, outline) for stage in stages])

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(ConfigOptions):
-    """Options of a simulated step; contradictory options raise a ValueError."""
+    """Options of a simulated step. Contradictory options raise a ValueError."""
 
     cluster: Path | None = cluster_option()
     devices: int | None = devices_option()
@@ -187,7 +187,7 @@ def simulate_command(options: SimulateOptions) -> None:
 
 
 def simulated(inputs: StepInputs, strategies: Sequence[Strategy], costs: Costs, say: Say) -> list[PricedStrategy]:
-    """Simulate one step of each strategy; the fastest is listed first."""
+    """Simulate one step of each strategy, and return the fastest first."""
     from hydragraph.report.simulation_price import price
 
     priced = []
@@ -198,7 +198,7 @@ def simulated(inputs: StepInputs, strategies: Sequence[Strategy], costs: Costs, 
 
 
 def _assigned(inputs: StepInputs, costs: Costs, strategy: Strategy) -> Assignment:
-    """Return equal micro-batches if their number or size is given, else those that a run would form."""
+    """Return equal micro-batches if their number or size is given, else micro-batches as in a run."""
     from hydragraph.commands.captured_model import run_assignment, step_lengths
     from hydragraph.report.simulation_price import share
     from hydragraph.spec.assignment import Assignment

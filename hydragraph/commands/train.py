@@ -163,7 +163,7 @@ def _print_idle(gpus: int) -> None:
 
 
 def surviving(config: TrainConfig, store: str | None = None) -> TrainConfig:
-    """Set an unset `elastic.min_ranks` to 1 if this process starts ranks that can survive the loss of others."""
+    """Default `elastic.min_ranks` to 1 if this process starts ranks that can survive the loss of other ranks."""
     keys = config.elastic
     if keys.survives or keys.min_ranks is not None or config.ranks == 1:
         return config
@@ -239,7 +239,7 @@ def _train(
             work = (config.ranks, train_rank, config, begin, step, options.trace)
             return on_ranks(*work, relay=relay, elastic=_elastic(config), nodes=restartable_nodes)
         except (ValueError, OSError, ImportError, FloatingPointError):
-            raise  # a restart would fail too, or this machine no longer leads
+            raise  # a restart would also fail, or this machine no longer leads
         except Exception as error:
             if stopping.signal and isinstance(error, RankFailure) and "SIGTERM" in error.error:
                 raise Interrupted(stopping.signal) from None  # the failed rank could not yet handle the signal
@@ -304,7 +304,7 @@ def _elastic(config: TrainConfig) -> Elastic | None:
 def train_rank(
     config: TrainConfig, begin: Begin, step: int | None, trace: bool, stopping: Requests | None = None
 ) -> RunOutcome:
-    """Train on this rank; if `stopping` is None, the launching process forwards stop requests."""
+    """Train on this rank. If `stopping` is None, the launching process forwards stop requests."""
     from hydragraph.cluster.rendezvous.member import LauncherRequests, elastic, here
     from hydragraph.engine import api
     from hydragraph.train.loop import train

@@ -76,7 +76,7 @@ def verify_rank(config: TrainConfig) -> list[ParityRow]:
         model = adapted(model, config.adapter, config.seed)
         strategies = read_strategies(config.strategies, model, world.ranks)
         factory = optimizer_factory(config.optimizer, model)
-        # The comparison below is stricter than the executor's own check.
+        # `verify` is stricter than the executor's own check.
         options: dict[str, Any] = {"device": "cpu", "check": "off", "home": config.home, "seed": config.seed}
         executor = api.compile(model, strategies[0], optimizer=factory, **captured_loss(config), **options)
 

@@ -1,4 +1,4 @@
-"""Text and JSON of a comparison of candidates."""
+"""Text and JSON of compared candidates."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Cell = str | float
 
 @dataclass(frozen=True)
 class Target:
-    """Target of a benchmark; `met` is None if the value was not measured."""
+    """Target of a benchmark. `met` is None if the value was not measured."""
 
     name: str
     wanted: str

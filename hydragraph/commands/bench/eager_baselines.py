@@ -32,7 +32,7 @@ def packed_batches(sequences: Sequence[Tensor], strategy: Strategy, device: torc
 
 
 def padded_batches(sequences: Sequence[Tensor], device: torch.device, most: int = MICRO_BATCH_TOKENS) -> list[Batch]:
-    """Pad sequences into micro-batches of at most `most` tokens; a longer sequence is a micro-batch by itself."""
+    """Pad sequences into micro-batches of at most `most` tokens. A longer sequence is a micro-batch by itself."""
     groups: list[list[Tensor]] = []
     for sequence in sorted(sequences, key=len, reverse=True):
         if not groups or len(groups[-1][0]) * (len(groups[-1]) + 1) > most:
@@ -100,10 +100,10 @@ def baselines(
     dtype: torch.dtype,
     compiled: bool,
 ) -> dict[str, Baseline]:
-    """Return the baselines by name; all share one optimizer and the fp32 weights of `first`.
+    """Return the baselines by name. All share one optimizer and the fp32 weights of `first`.
 
     Args:
-        build: makes another model, which gets the weights of `first`.
+        build: builds another model for the weights of `first`.
         dtype: dtype of the computation; bf16 means autocast.
     """
     optimizer = torch.optim.AdamW(first.parameters(), lr=1e-4, fused=True)
@@ -146,7 +146,7 @@ def _use_attention(model: Any) -> None:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Cast queries and keys to the dtype of `value` and attend; under autocast, Llama's rotations return fp32."""
+    """Cast queries and keys, which Llama's rotary embeddings return in fp32, to the dtype of `value`, and attend."""
     return huggingface.attention(module, query.to(value.dtype), key.to(value.dtype), value, mask, **options)
 
 
@@ -161,7 +161,7 @@ def _packed_loss(model: nn.Module) -> Loss:
 
 
 def _compiled_loss(model: nn.Module) -> Loss:
-    """Compile the loss and every layer separately; compiling one graph of 16 layers would take two minutes."""
+    """Compile the loss and every layer separately, because one graph of 16 layers would take two minutes."""
     call = huggingface.caller(model)
     for layers in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
         for layer in layers:

@@ -18,10 +18,10 @@ MOST_REPEATS = 200
 def alternate(
     sides: Mapping[str, Side], device: torch.device, rounds: int, warm_up: int = WARM_UP, at_least_s: float = 0.0
 ) -> dict[str, float]:
-    """Return each side's median seconds per call; each round begins with a different side.
+    """Return each function's median seconds per call. Each round begins with a different function.
 
     Args:
-        at_least_s: approximate seconds for which each side is repeated in a round; 0: one call.
+        at_least_s: approximate seconds of repeated calls per function and round; 0: one call.
     """
     repeats = dict.fromkeys(sides, 1)
     seconds: dict[str, list[float]] = {name: [] for name in sides}

@@ -17,14 +17,19 @@ from hydragraph.errors import Unsupported
 ROUNDS = 7
 AT_LEAST_S = 0.01  # per round, to hide launch overhead
 TOLERANCE = 2e-2  # relative error of bf16 results
-FOREIGN = ("compiled", "torch fused")  # sides that may fail in PyTorch's code
+FOREIGN = ("compiled", "torch fused")  # implementations that may fail in PyTorch's code
 NOISE = 0.98  # minimum ratio that counts as equally fast
 COLUMNS = ("kernel", "size", "side", "ms", "GB/s or TFLOP/s", "% of ceiling", "peak MB")
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One measured implementation; `rate` is in GB/s or TFLOP/s, and `percent` is relative to the ceiling."""
+    """One measured implementation.
+
+    Attributes:
+        rate: in GB/s or TFLOP/s.
+        percent: `rate` relative to the ceiling.
+    """
 
     kernel: str
     size: str
@@ -47,7 +52,7 @@ def bench_kernels(
         keep: called with the report so far, after every case.
 
     Raises:
-        ValueError: a name is unknown, or a side's result is wrong.
+        ValueError: a name is unknown, or a kernel's result is wrong.
     """
     if unknown := [name for name in names if name not in CASES]:
         raise ValueError(f"unknown kernel {unknown[0]!r}: choose from {', '.join(CASES)}")
@@ -83,7 +88,7 @@ def _left_out(sweep: KernelSweep) -> Iterator[str]:
 
 
 def measure(case: KernelCase, device: torch.device, ceilings: DeviceCeilings) -> tuple[list[KernelRow], list[str]]:
-    """Time a case's sides in turn and return rows, and notes on failed sides; raise ValueError for a wrong result."""
+    """Time a case's implementations in turn, and return rows, and notes on failed implementations."""
     sides, refused = checked(case)
     calls = {name: (lambda turn, call=call: call()) for name, call in sides.items()}
     seconds = alternate(calls, device, ROUNDS, at_least_s=AT_LEAST_S)
@@ -136,7 +141,7 @@ def _attention_targets(rows: Sequence[KernelRow]) -> Iterator[Target]:
     sizes = {r.size: _times(rows, r.kernel, r.size) for r in rows if r.kernel == "varlen_attention"}
     large = sizes.get("T 16384, 32/8 heads of 128", {})
     name = "attention, 16K tokens, 32/8 heads of 128: Triton against varlen_attn"
-    yield Target.at_least(name, 0.9, _ratio(large, "triton", "torch"), "{:.2f}x")  # these kernels are varlen_attn's
+    yield Target.at_least(name, 0.9, _ratio(large, "triton", "torch"), "{:.2f}x")  # "torch" runs varlen_attn
     backends = ("flash_attn", "torch", "triton")
     worst = [
         min(side[name].milliseconds for name in backends if name in side) / side["dispatch"].milliseconds

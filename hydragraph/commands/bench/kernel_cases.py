@@ -38,7 +38,7 @@ class KernelCase:
 
 @dataclass(frozen=True)
 class KernelSweep:
-    """Settings of a benchmark; `full` selects the sizes for a GPU."""
+    """Settings of a benchmark. `full` selects the sizes for a GPU."""
 
     device: torch.device
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class KernelSweep:
 
 
 def attention(sweep: KernelSweep) -> Iterator[KernelCase]:
-    """Causal attention, forward and backward; FLOPs exclude the masked half, and a backward counts as 2.5 forwards."""
+    """Causal attention, forward and backward. FLOPs exclude the masked half. A backward counts as 2.5 forwards."""
     small = [(256, 4, 2, 32), (512, 4, 2, 64)]
     full = [(4096, 32, 8, 128), (16384, 32, 8, 128), (32768, 32, 8, 128), (16384, 32, 8, 64)]
     for tokens, heads, kv, size in full if sweep.full else small:

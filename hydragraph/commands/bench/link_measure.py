@@ -39,7 +39,7 @@ class LinkMeasurement:
 def measure_rank(
     model: str, strategies: tuple[Strategy, ...], tokens: int, rounds: int, home: Home | None = None
 ) -> list[dict[Direction, LinkMeasurement]]:
-    """Measure each strategy's pulls and pushes on this rank; all ranks call this."""
+    """Measure each strategy's pulls and pushes, collectively on all ranks."""
     skeleton = meta_model(model)
     factory = partial(torch.optim.AdamW, lr=1e-4)
     exe = api.compile(skeleton, strategies[0], factory, device="cpu", check="off", home=home)

@@ -21,7 +21,12 @@ HOME = "home"
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds that transfers take without computation, seconds that they add to a step, and the step's seconds."""
+    """Overlap of transfers with computation.
+
+    Attributes:
+        alone_s: seconds of transfers without computation.
+        exposed_s: seconds that transfers add to a step.
+    """
 
     alone_s: float
     exposed_s: float
@@ -54,7 +59,6 @@ def simulated(
     """Simulate a step with and without its pulls (or pushes), and the transfers without computation.
 
     Args:
-        leg: if it has no traffic, `alone_s` and `exposed_s` are 0.
         tokens: tokens per micro-batch, all in one sequence.
     """
     strategy = leg.strategy

@@ -202,7 +202,7 @@ def _precision(settings: StepSettings) -> str:
 
 
 def step_targets(sides: Mapping[str, SideResult], flops: float, share: float | None) -> tuple[Target, ...]:
-    """Return the targets for one H200; `share` is the percentage of a step spent in pulls and pushes."""
+    """Return the targets for one H200. `share` is the percentage of a step spent in pulls and pushes."""
     ratio = None
     mfu = None
     if OURS in sides:
