@@ -62,7 +62,7 @@ def doing(what: str, done: int = 0, of: int = 0) -> None:
 
 @contextmanager
 def hearing(hear: Hearer) -> Iterator[None]:
-    """Call a function with every activity that `doing` reports in this context."""
+    """Call a function with every activity that `doing` reports in the `with` block."""
     _hearers.append(hear)
     try:
         yield

@@ -78,11 +78,11 @@ def check_command(options: CheckOptions) -> None:
     equal share of this machine's memory, and no step time is predicted.
 
     Peak memory is computed by stepping through every rank's program with the sizes of its compiled graphs and its
-    optimizer state. The advice in the column "change first" is verified in the same way. MFU is the model's FLOP/s,
-    without recomputation and gradients of frozen weights, divided by the devices' peak. If the config does not set
-    `device`, or with --arch, the run is assumed to use GPUs. --arch also predicts the share of the computation time
-    that kernel launches take, and the number of tokens below which they take more than half. The exit code is 1 if a
-    strategy exceeds the memory, or if the data would make training on this machine fail.
+    optimizer state. Peak memory is also computed for the advice in the column "change first". MFU is the model's
+    FLOP/s, without recomputation and gradients of frozen weights, divided by the devices' peak. If the config does not
+    set `device`, or with --arch, the run is assumed to use GPUs. --arch also predicts the share of the computation time
+    that kernel launches take, and the number of tokens below which launches take more than half. The exit code is 1 if
+    a strategy exceeds the memory, or if the data would make training on this machine fail.
 
     Example: hydragraph check examples/demo.yaml --memory 2e9, or --cluster cluster.yaml for your own devices. With
     --profile profile.json, seconds are predicted from measurements.

@@ -113,7 +113,7 @@ class Compiler:
     Args:
         backend: "eager", or "inductor", which fills Inductor's cache.
         tell: called with the name of each strategy and graph to compile.
-        built: compiled kernels for a GPU that is absent here (`private.absent_gpu`); None: compile for this machine.
+        built: compiled kernels for an absent GPU (`private.absent_gpu`); None: compile for this machine.
     """
 
     def __init__(

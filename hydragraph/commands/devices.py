@@ -28,7 +28,7 @@ class DevicesOptions(CommonOptions):
 def devices_command(options: DevicesOptions) -> None:
     """Measure and print the devices of all ranks, their types, and the links between them.
 
-    Training with `strategies: auto` makes the same measurements. Speeds are measured with small fp32 matrix products.
+    Training with `strategies: auto` also measures the devices. Speeds are measured with small fp32 matrix products.
 
     Example: hydragraph devices --ranks 4 --output cluster.yaml, then edit the file, and run hydragraph plan --cluster
     cluster.yaml --model run.yaml. On several machines: torchrun ... --no-python hydragraph devices.

@@ -80,7 +80,7 @@ def on_ranks(
     Under a launcher, return this rank's result. Otherwise, start local ranks and return rank 0's result.
 
     Args:
-        elastic: how ranks continue when some are lost; None: a loss ends the run.
+        elastic: how ranks continue after a loss; None: a lost rank ends the run.
         nodes: machines that this machine leads, if the launcher started one process per machine instead of per rank.
     """
     if ranks == 1 or (launched() and nodes is None):

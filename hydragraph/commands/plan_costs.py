@@ -4,7 +4,7 @@ With a second core, another process compiles these graphs in reverse order, then
 
     python -m hydragraph.commands.plan_costs    reads pickled `PlanOptions` from stdin
 
-Both processes share the user's cache, so each finds the other's graphs.
+Each process finds the other process's graphs in the user's cache.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _SETTINGS = (
     *("model", "dtype", "layers", "parameters", "fingerprint"),
     *("ranks", "backend", "device", "hydragraph", "torch", "home"),
 )
-_LONG = 4000  # lines; longer files are not compared line by line
+_LONG = 4000  # maximum lines to compare one by one
 
 
 def folder_diff(one: ShownFolder, other: ShownFolder) -> Iterator[str]:

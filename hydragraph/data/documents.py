@@ -99,7 +99,7 @@ class FieldNames:
     """Field names of a .jsonl object or a table row.
 
     Attributes:
-        format: one of `Format`; "auto" detects it from a file's first record.
+        format: a `Format`, or "auto" for that of a file's first record.
         messages: field with a list of {role, content} or of ShareGPT's {from, value}.
         prompt, completion: fields with a prompt and its completion, as texts or as messages.
         chosen, rejected: fields with the two answers: texts, messages, or whole conversations that begin equally.
@@ -170,7 +170,7 @@ class FieldNames:
         return possible[0] if possible else "text"
 
     def document(self, record: Mapping[str, Any], format: Format, place: str) -> Document | Preference | None:
-        """Convert a record to a document or a pair of answers; return None if its text is blank."""
+        """Convert a record to a document, a pair of answers or, if the text is blank, None."""
         if format == "text":
             if self.text not in record:
                 raise ValueError(self._no_text(record, place))

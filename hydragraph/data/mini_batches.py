@@ -17,7 +17,7 @@ from hydragraph.data.token_file import TokenFile
 Split = Literal["train", "heldout"]
 _Indices = npt.NDArray[np.int64]
 IGNORED = -100  # ignore_index of PyTorch
-_SPLIT_KEY = (0, 0)  # for `_shuffle`; independent of the run's seed
+_SPLIT_KEY = (0, 0)  # key for `_shuffle`, independent of the run's seed
 _EPOCH_STREAM = 1
 _CONFIG_FIELDS = {
     "file": "data",

@@ -187,7 +187,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> int:
 def write_encoded(
     path: Path, batches: Iterable[Sequence[EncodedDocument]], vocabulary: int, end: int, targeted: bool
 ) -> TokenFile:
-    """Write a token file, which appears only when it is complete.
+    """Write a token file, atomically.
 
     Args:
         vocabulary: exclusive upper bound of the token ids.

@@ -57,7 +57,7 @@ class MemoryUse:
 
     Attributes:
         devices: number of the strategy's devices, which share the optimizer state.
-        states: bytes of the state; if `max_len` was measured, this field and those below are None.
+        states: bytes of the state; None, like the fields below, if `max_len` was measured.
         per_token: bytes of activations per token.
         reserved: bytes that must stay free.
         device: bytes of the device's memory.
@@ -167,7 +167,7 @@ def explain(
     Args:
         lengths: tokens per sequence of the data; sequences are truncated to `context` tokens.
         tokens: minimum tokens per mini-batch.
-        strategies: candidates; default: proposals for the data, homogeneous strategies, and improvements of both.
+        strategies: candidates; default: proposals for the data, homogeneous strategies, and improved versions.
 
     Raises:
         Unsupported: no candidate fits a mini-batch, or the profile does not contain a scheme.

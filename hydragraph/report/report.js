@@ -68,7 +68,7 @@ function theme(redraw) {
     redraw();
   };
   let kept = "";
-  try { kept = localStorage.getItem("hydragraph-theme") || ""; } catch { /* as above */ }
+  try { kept = localStorage.getItem("hydragraph-theme") || ""; } catch { /* storage is unavailable */ }
   button.hidden = false;
   choose(Math.max(0, THEMES.findIndex(([value]) => value === kept)));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
@@ -519,7 +519,7 @@ function short(pen, text, width) {
   return kept + "…";
 }
 
-// Encoded bars: [ticks since the previous one ended, ticks, kind, name, micro-batch] for each, concatenated.
+// Encoded bars, concatenated: [ticks since the previous bar's end, ticks, kind, name, micro-batch].
 function unpack(packed) {
   const length = packed.length / 5;
   const bars = { length, begin: new Float64Array(length), end: new Float64Array(length), reach: new Float64Array(length),
@@ -536,7 +536,7 @@ function unpack(packed) {
   return bars;
 }
 
-// The first bar that may end after a time; bars of a stream may overlap, so the search uses running maxima of ends.
+// First bar that may end after a time. Bars of a stream may overlap, so the search uses running maxima of ends.
 function first(bars, time) {
   let low = 0;
   let high = bars.length;

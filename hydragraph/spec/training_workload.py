@@ -57,10 +57,7 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """T^2 / Q sequences of Q / T tokens.
-
-        An average mini-batch has T tokens, and its squared lengths sum to Q.
-        """
+        """T^2 / Q sequences of Q / T tokens, for an average mini-batch's sum of lengths T and of squared lengths Q."""
         if not self.lengths:
             return self
         tokens = sum(map(sum, self.batches)) / len(self.batches)

@@ -19,7 +19,7 @@ class LlamaShape:
     vocabulary: int
 
     def build(self, device: torch.device | str) -> nn.Module:
-        """Build the model in fp32; on the device "meta", it has no weights."""
+        """Build the model in fp32, without weights on the device "meta"."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(

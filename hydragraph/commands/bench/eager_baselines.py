@@ -67,7 +67,7 @@ class Baseline:
     context: Callable[[], AbstractContextManager[None]]
 
     def step(self, sequences: Sequence[Tensor]) -> float:
-        """Train on one mini-batch; return the mean loss over its targets."""
+        """Train on one mini-batch, and return the mean loss per target."""
         loss = self.backward(sequences)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -15,7 +15,7 @@ from hydragraph.commands.bench.kernel_cases import CASES, KernelCase, KernelSwee
 from hydragraph.errors import Unsupported
 
 ROUNDS = 7
-AT_LEAST_S = 0.01  # per round, to hide launch overhead
+AT_LEAST_S = 0.01  # seconds per round, to hide launch overhead
 TOLERANCE = 2e-2  # relative error of bf16 results
 FOREIGN = ("compiled", "torch fused")  # implementations that may fail in PyTorch's code
 NOISE = 0.98  # minimum ratio that counts as equally fast
@@ -49,7 +49,7 @@ def bench_kernels(
     """Measure the named kernels; by default, all.
 
     Args:
-        keep: called with the report so far, after every case.
+        keep: called after every case with the report so far.
 
     Raises:
         ValueError: a name is unknown, or a kernel's result is wrong.

@@ -41,7 +41,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Leg:
-    """Pulls to a strategy, or pushes from it."""
+    """Pulls of weights to a strategy, or pushes of gradients from it."""
 
     direction: Direction
     strategy: Strategy
