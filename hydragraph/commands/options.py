@@ -29,7 +29,7 @@ def option(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
     """Return a dataclass field for an option.
 
     Args:
-        names: default: the field's name, as in --micro-batches.
+        names: by default, the field's name, as in --micro-batches.
         settings: other arguments of `typer.Option`.
     """
     return field(default=default, metadata={"names": names, "info": partial(typer.Option, help=help, **settings)})

@@ -1,6 +1,6 @@
 """Costs of `hydragraph plan --cluster`, and compilation of the graphs that determine memory.
 
-With a second core, another process compiles these graphs in reverse order, then graphs with sums in pieces:
+With a second core, another process compiles graphs in reverse order, then graphs with sums in pieces:
 
     python -m hydragraph.commands.plan_costs    reads pickled `PlanOptions` from stdin
 
@@ -121,7 +121,7 @@ def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Cos
 
 
 def compile_graphs(costs: Costs, seconds: float | None, ready: Ready = lambda *_: False) -> Costs:
-    """Compile the graphs of all kinds of stages; return costs of kinds compiled within `seconds` or already `ready`.
+    """Compile graphs until `seconds` have passed, and return the costs of the compiled or `ready` kinds of stages.
 
     Kinds without sequence parallelism, which share traces, are compiled first. Kinds with one device per stage are
     always compiled.

@@ -53,9 +53,9 @@ _PRICED = ("cluster", "profile", "corrections")
 def report_command(options: ReportOptions) -> None:
     """Write one HTML file with timelines, memory, traffic, and a comparison of strategies.
 
-    For a config, the report simulates the strategies. For a plan, it explains why rivals are worse. For a run, it shows
-    losses, speed, and which ranks were lost, slow or new; for a traced run, it also compares predicted and measured
-    times. The file is self-contained.
+    For a config, the report simulates the strategies. For a plan, the report explains why rivals are worse. For a run,
+    the report shows losses, speed, and which ranks were lost, slow or new; for a traced run, also predicted and
+    measured times. The file is self-contained.
 
     Examples: hydragraph report examples/demo.yaml simulates the config's strategies; hydragraph report runs/demo shows
     a run, with timelines if it was trained with --trace; hydragraph report plan.json shows what hydragraph plan

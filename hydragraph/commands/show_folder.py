@@ -97,7 +97,7 @@ class ShownFolder:
         return HomeLayouts(Home.parse(self.summary.home), self.summary.ranks)
 
     def chosen(self, texts: Sequence[str]) -> tuple[ShownStrategy, ...]:
-        """Return the strategies that `texts` names by text, fingerprint, folder or number, or all if empty.
+        """Return the strategies named by `texts` (text, fingerprint, folder or number), or all if `texts` is empty.
 
         Raises:
             ValueError: the folder has no such strategy.

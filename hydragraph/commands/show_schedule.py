@@ -1,7 +1,7 @@
 """`hydragraph show DIR --schedule`: show each stage's forwards and backwards over time, as text or a picture.
 
-The time unit is the forward of one block. A block's backward takes two units, or three if it recomputes. Messages take
-no time.
+The time unit is the forward of one block. A block's backward takes two units, or three with recomputation. Messages
+take no time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COLOURS = {
     Work.INPUT_GRADIENT: "#74b06f",
     Work.WEIGHT_GRADIENT: "#b5d99c",
 }
-_TALLEST = 40  # rows with full height and numbers
+_TALLEST = 40  # maximum rows with full height and numbers
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class FieldNames:
     """Field names of a .jsonl object or a table row.
 
     Attributes:
-        format: a `Format`, or "auto" for that of a file's first record.
+        format: a `Format`, or "auto" to detect each file's format.
         messages: field with a list of {role, content} or of ShareGPT's {from, value}.
         prompt, completion: fields with a prompt and its completion, as texts or as messages.
         chosen, rejected: fields with the two answers: texts, messages, or whole conversations that begin equally.

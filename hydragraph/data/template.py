@@ -262,7 +262,7 @@ class _Written:
     def _before(self, i: int) -> str:
         try:
             return self._text(self._messages[:i], prompt=True)
-        except ValueError:  # many templates read messages[0]
+        except ValueError:  # many templates require messages[0]
             if i or (content := self._region(self._messages, 0)) is None:
                 raise
             return self.text[: content[0]]

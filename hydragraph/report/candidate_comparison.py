@@ -79,7 +79,7 @@ class ComparedCandidate:
 
     Attributes:
         memory: memory use of each distinct scheme.
-        seconds: mean over the mini-batches, or `bound` if mini-batches were not assigned; infinite if one does not fit.
+        seconds: mean over the mini-batches, or `bound` if mini-batches were not assigned; infinite if any does not fit.
         alone: mean seconds of each mini-batch's longest sequence alone, on the fastest pipeline.
         wins: number of mini-batches on which this candidate is the fastest.
     """

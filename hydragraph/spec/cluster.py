@@ -131,7 +131,7 @@ class Node:
     Attributes:
         inner: each device's link to the other devices of the node.
         outer: each network card's link to other nodes.
-        count: number of consecutive nodes like this one.
+        count: number of consecutive equal nodes.
         cards: number of network cards; neighboring devices may share a card.
     """
 

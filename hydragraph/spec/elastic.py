@@ -14,7 +14,7 @@ class Elastic:
     Attributes:
         min_ranks: the run ends if fewer ranks are left.
         spares: number of standby processes that can replace a lost rank.
-        rejoin: whether to start a new process for a lost one.
+        rejoin: whether to start a new process for a lost rank.
         grace_s: time limit in seconds for a rank to send its state to other ranks after SIGTERM.
         progress_s: time limit in seconds for a process to join the rendezvous after a loss. A new process may take
             three times as long. The launcher ends a process that exceeds its limit.

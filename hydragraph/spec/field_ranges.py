@@ -18,7 +18,7 @@ class FieldRange:
     Attributes:
         low, high: valid range [low, high).
         where: the table's name in the model, or "the loss".
-        ignored: value of positions without a target; labels may also be -100. None for a table.
+        ignored: value of positions without a target, in addition to -100 in labels, or None for a table.
     """
 
     field: str

@@ -20,7 +20,7 @@ class Datasheet:
     Attributes:
         reached: fraction of the peak that large matrix products reach; for A100 and H100, fitted to published runs
             (`benchmarks/published_runs.py --fit`); otherwise assumed.
-        published: the GPU's name in these published runs, or "".
+        published: the GPU's name in published runs, or "".
         bfloat16: whether the peak also holds for bfloat16.
     """
 

@@ -28,7 +28,7 @@ class KernelRow:
 
     Attributes:
         rate: in GB/s or TFLOP/s.
-        percent: `rate` relative to the ceiling.
+        percent: `rate` in percent of the measured ceiling.
     """
 
     kernel: str

@@ -69,7 +69,7 @@ def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what
     """Train a model on one rank with every implementation ("side") in turn.
 
     Raises:
-        ValueError: a side's loss or gradient norm differs from that of the eager model on packed batches.
+        ValueError: an implementation's loss or gradient norm differs from that of the eager model on packed batches.
     """
     ceilings = measure_ceilings(settings.device, settings.dtype)
     tell("building the model and compiling it")
