@@ -21,23 +21,23 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """Text of one rank's error; `users` is true if the mistake is the caller's."""
+    """Text of one rank's error, and whether the user caused the error."""
 
     users: bool
     text: str
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        """Describe a `ValueError` (the caller's mistake) by its message, and any other error also by its type."""
+        """Describe a `ValueError` by its message, and other errors by their type and message."""
         users = isinstance(error, ValueError)
         return Failure(users, str(error) if users else f"{type(error).__name__}: {error}")
 
 
 def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
-    """Run a function on every rank, and return all results; if it fails on any rank, all ranks raise an error.
+    """Run a function on every rank, and return all results; if one rank fails, all ranks raise an error.
 
-    A failed rank raises its own error. Other ranks raise the error of the first failed rank if it is a ValueError, and
-    otherwise a RankFailure.
+    A failed rank raises its own error. Other ranks raise the ValueError of the lowest failed rank, or a RankFailure if
+    that rank has another error.
     """
     error: Exception | None = None
     try:
@@ -62,7 +62,7 @@ def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
 
 
 def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) -> None:
-    """If any rank passes an error as `sent`, raise each rank's `own` error or, where that is None, the first `sent`."""
+    """If `sent` is an error on any rank, raise an error on all ranks: `own`, or else the first `sent`."""
     first = next((error for error in ranks.gather(sent) if error is not None), None)
     if first is not None:
         raise agreed(own or first)

@@ -20,7 +20,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 Wait = Callable[[Message], None]
 Result = TypeVar("Result")
 
-# Largest tensors that ranks send to each other and add locally: 0.1 ms for 16 B; gloo's all-reduce takes 0.7-2 ms.
+# Largest tensors that ranks exchange and add locally: for 16 B, 0.1 ms instead of 0.7-2 ms for gloo's all-reduce.
 _EXCHANGE_BYTES_PAIR = 256 * 1024  # 2 ranks
 _EXCHANGE_BYTES = 64 * 1024  # more ranks
 
@@ -37,7 +37,7 @@ class LossCollectives(Protocol):
 
 @dataclass(frozen=True)
 class StartedCollective:
-    """A started collective.
+    """Collective in progress.
 
     Attributes:
         result: function that waits for the result and returns it; call it once.
@@ -49,10 +49,10 @@ class StartedCollective:
 
 
 class SumsProducts:
-    """Mixin that splits a matrix product by rows, and all-reduces one piece while it computes the next."""
+    """Mixin that splits a matrix product by rows, and all-reduces one piece while computing the next."""
 
     def start_all_reduce_product(self, factors: Sequence[Tensor], weights: Sequence[Tensor]) -> StartedCollective:
-        """Start to add up, over ranks, the products x @ w of all pairs x [T, K] in `factors`, w [K, N] in `weights`."""
+        """Start to sum x @ w over all ranks and all pairs of x [T, K] in `factors` and w [K, N] in `weights`."""
         whole = factors[0].new_empty(factors[0].shape[0], weights[0].shape[1])
         started = []
         with torch.no_grad():
@@ -106,8 +106,8 @@ def head_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a head's loss, this rank's term of the gradient of `hidden`, and the gradient of `weight`.
 
-    This rank's rows of the head begin at row `start`. Ranks exchange three numbers per token. `rows`, the approximate
-    number of rows per rank, is equal on all ranks.
+    `weight` has the head's rows from row `start`. `rows`, the approximate number of rows per rank, is equal on all
+    ranks.
     """
     exchange = _exchange_of(collectives)
     target = target_of(smoothing, classes)
@@ -133,8 +133,8 @@ class Collectives(SumsProducts):
     new tensor. Reductions are bitwise equal on every rank. A `start_` method does not wait for its collective.
 
     Attributes:
-        ranks: the stage's ranks in tensor-parallel order, the order of shards.
-        group: communicator of these ranks; None for a single rank.
+        ranks: the stage's ranks, in the order of shards.
+        group: communicator of `ranks`; None for a single rank.
         native: whether to use the backend's collectives for all tensor sizes.
     """
 
@@ -155,7 +155,7 @@ class Collectives(SumsProducts):
         return self.ranks.index(self.rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the stage; ranks add small half-precision tensors locally, in fp32."""
+        """Return the sum over the stage's ranks; small half-precision tensors are added in fp32."""
         return self.start_all_reduce(x).result()
 
     def start_all_reduce(self, x: Tensor) -> StartedCollective:
@@ -173,7 +173,7 @@ class Collectives(SumsProducts):
         return self._native_all_reduce(x, dist.ReduceOp.MAX).result()
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """Concatenate the ranks' tensors along `dim`, in the stage's order."""
+        """Concatenate the ranks' tensors along `dim`, in the order of `ranks`."""
         return self.start_all_gather(x, dim).result()
 
     def start_all_gather(self, x: Tensor, dim: int) -> StartedCollective:
@@ -201,7 +201,7 @@ class Collectives(SumsProducts):
             # `_exchange` adds in a fixed order, and sends no more bytes than gloo's reduce-scatter.
             return self._exchange(parts, _sum)
         assert self.group is not None
-        # The process group's order is ascending; the stage's order may differ.
+        # `self.group` orders ranks ascending, but the order of `self.ranks` may differ.
         by_group = torch.stack([parts[self.ranks.index(rank)] for rank in sorted(self.ranks)])
         out = torch.empty_like(by_group[0])
         with torch.no_grad(), self.guard():
@@ -209,7 +209,7 @@ class Collectives(SumsProducts):
         return StartedCollective(lambda: self._ended([work], out), by_group)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's shard of a replicated tensor along `dim`, made contiguous."""
+        """Return this rank's contiguous shard, along `dim`, of a replicated tensor."""
         return self._parts(x, dim)[self.index].clone(memory_format=torch.contiguous_format)
 
     head_loss = head_loss
@@ -249,7 +249,7 @@ class Collectives(SumsProducts):
 
 
 class StagedCollectives(StartsAtOnce):
-    """`Collectives` for GPU tensors, which pass through host memory."""
+    """`Collectives` that send GPU tensors through host memory."""
 
     def __init__(self, host: Collectives, staging: Staging) -> None:
         self._host = host
@@ -271,7 +271,7 @@ class StagedCollectives(StartsAtOnce):
         return self._host.split(x, dim)
 
     head_token_losses = head_token_losses
-    head_loss = head_loss  # exchanges statistics through host memory
+    head_loss = head_loss
 
     def _back(self, host: Tensor, like: Tensor) -> Tensor:
         return host.to(like.device)
@@ -290,7 +290,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 def all_gather(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start an all-gather of `inp` into `out`, in the order of the group's ranks along dim 0."""
-    # PyTorch 2.13 renames this function and `reduce_scatter_tensor`.
+    # PyTorch 2.13 renames `all_gather_into_tensor` and `reduce_scatter_tensor`.
     function: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return function(out, inp, group=group, async_op=True)
 

@@ -1,7 +1,7 @@
 """An executable's communicators.
 
-Traffic is separated because a connection is a queue: after 64 MB of weights, a 4-byte message to the same peer waits
-17-45 ms in the same gloo group, and 0.2-2.7 ms in a separate group.
+Each kind of traffic has its own communicator, because a connection is a queue: after 64 MB of weights, a 4-byte message
+to the same peer waits 17-45 ms in the same gloo group, but 0.2-2.7 ms in a separate group.
 
     communicator      ranks               traffic                           ordered by
     Channel.PULL      all ranks           weights from their owners         the programs' pulls
@@ -62,7 +62,8 @@ _LENGTH = 8
 class Channel(Enum):
     """Kind of traffic between all ranks.
 
-    Each direction of point-to-point traffic has a communicator, because NCCL has one queue per pair of ranks.
+    Each direction of point-to-point traffic has a channel, because a communicator of NCCL has one queue per pair of
+    ranks.
     """
 
     PULL = "pull"
@@ -74,7 +75,7 @@ class Channel(Enum):
 
 
 class Groups:
-    """All communicators of one executable; all ranks create them and call collective methods together.
+    """Communicators of one executable; all ranks call collective methods in the same order.
 
     For a single rank, collectives copy their input to their output and return None.
     """
@@ -92,7 +93,7 @@ class Groups:
         self._reductions = 0  # number of reductions to the host, equal on all ranks
         self._told: tuple[Message, ...] = ()  # broadcasts that other ranks may not have received
         self._channels: dict[Channel, dist.ProcessGroup] = {}
-        # Groups by sorted ranks, least recently used first, in equal order on all ranks; None if this rank is outside.
+        # Groups by sorted ranks (None without this rank), least recently used first, in equal order on all ranks.
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
         self._pairs: set[Pair] = set()
         if world.ranks > 1:
@@ -119,18 +120,18 @@ class Groups:
         background = {Channel.PULL.value, Channel.PUSH.value, Channel.MOVE.value}
         options = nccl_options(self._timeout, name not in background) if self.world.backend == "nccl" else None
         settings: dict[str, Any] = {"timeout": self._timeout, "backend": self.world.backend, "pg_options": options}
-        # With use_local_synchronization, ranks in unequal numbers of groups would give a group different names.
+        # With use_local_synchronization, ranks that are in different numbers of groups would name a group differently.
         # A group bound to a device has one communicator for all pairs of ranks, so programs can deadlock.
         with unbound():
             group = self.call(lambda: dist.new_group(list(ranks), group_desc=f"hydragraph-{name}", **settings))
         return group if isinstance(group, dist.ProcessGroup) else None
 
     def _settle(self) -> None:
-        """Wait for all ranks, because an early exit would break connections that other ranks are still opening."""
+        """Wait for all ranks: a rank that exits early breaks connections that other ranks are still opening."""
         self.gather(None)
 
     def open_moving(self) -> None:
-        """Create the communicator `Channel.MOVE`; all ranks call this."""
+        """Create the communicator `Channel.MOVE`; all ranks call `open_moving`."""
         if self.world.ranks == 1 or Channel.MOVE in self._channels:
             return
         with self._watch.guarding():
@@ -139,16 +140,13 @@ class Groups:
             self._connect(self._channels[Channel.MOVE])
 
     def _connect(self, *groups: dist.ProcessGroup) -> None:
-        """Connect NCCL's communicators, in the same order on all members.
-
-        NCCL's first operation blocks the host until all members take part.
-        """
+        """Connect NCCL's communicators with a first operation, which blocks the host until all members take part."""
         if self.world.backend == "nccl":
             for group in groups:
                 self.call(partial(_first, partial(dist.all_reduce, group=group), self.world.device))
 
     def connect(self, program: RankProgram) -> None:
-        """Connect this rank with its program's peers; all ranks call this."""
+        """Connect this rank with its program's peers; all ranks call `connect`."""
         if self.world.backend != "nccl":
             return  # gloo connected all ranks when the groups were created
         rank = self.world.rank
@@ -169,7 +167,7 @@ class Groups:
         if message is None:
             return
         began = time.perf_counter()
-        # gloo's wait on a broken connection may block forever, so the watch's thread waits instead.
+        # gloo's wait on a broken connection may block forever, so another thread waits.
         if self.world.backend == "nccl":
             with self._guard():
                 message.work.wait()
@@ -193,7 +191,7 @@ class Groups:
     def all_to_all(
         self, channel: Channel, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> Message | None:
-        """Start to send consecutive parts of `inp` to the ranks, and to receive their parts into `out`.
+        """Start sending consecutive parts of `inp` to the ranks, and receiving the ranks' parts into `out`.
 
         Args:
             channel: operations of one channel run in the order in which they start.
@@ -213,11 +211,11 @@ class Groups:
         return self._move(out, inp, start)
 
     def all_gather(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
-        """Start an all-gather of `inp`, of equal shape on all ranks, into `out`, in rank order along dim 0."""
+        """Start an all-gather of `inp` into `out`, in rank order along dim 0; shapes are equal on all ranks."""
         return self._move(out, inp, lambda to, of: all_gather(to, of, self._channels[channel]))
 
     def reduce_scatter(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
-        """Start a reduce-scatter of `inp`, in rank order along dim 0, into `out`, of equal shape on all ranks."""
+        """Start a reduce-scatter of `inp`, in rank order along dim 0, into `out`; shapes are equal on all ranks."""
         return self._move(out, inp, lambda to, of: reduce_scatter(to, of, self._channels[channel]))
 
     def all_reduce(
@@ -237,8 +235,8 @@ class Groups:
     ) -> Tensor:
         """Reduce a tensor over all ranks; return the result in host memory, bitwise equal on every rank.
 
-        If NCCL's communicator is aborted, no error is raised, but the result is undefined. To detect an abort, the
-        host checks the watch after waiting, and every rank adds a mark to the tensor.
+        After an abort of its communicator, NCCL returns an undefined result without an error, so every rank adds a mark
+        to the tensor, and a missing mark raises an error.
         """
         ranks = self.world.ranks
         if ranks == 1:
@@ -328,10 +326,10 @@ class Groups:
         return self._channels[Channel.UP if destination > source else Channel.DOWN]
 
     def tensor_parallel(self, rank_sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], AnyCollectives]:
-        """Create the stages' missing communicators; all ranks call this with the same list.
+        """Create missing communicators of stages; all ranks pass the same list.
 
         Args:
-            rank_sets: for every stage about to run, its ranks in tensor-parallel order.
+            rank_sets: each stage's ranks, in tensor-parallel order.
 
         Returns:
             The collectives of each set that includes this rank, valid until the next call.
@@ -384,7 +382,7 @@ class Groups:
             drop(groups)  # gloo's destructor may wait forever
 
     def _all(self) -> list[dist.ProcessGroup]:
-        # Atomic copies, because the watch's thread also calls this.
+        # Atomic copies, because the watch's thread also calls `_all`.
         every = [*self._channels.copy().values(), *self._tensor_parallel.copy().values()]
         return [group for group in every if group is not None]
 
@@ -398,10 +396,7 @@ def _first(operation: Callable[[Tensor], object], device: torch.device) -> None:
 def in_rounds(
     out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], group: dist.ProcessGroup
 ) -> CombinedWork:
-    """Start an all-to-all in rounds of messages to at most `_GROUPED` peers; empty messages are skipped.
-
-    In each round, rank r sends to ranks r + d and receives from ranks r - d, for `_GROUPED` distances d.
-    """
+    """Start an all-to-all in rounds of messages to at most `_GROUPED` peers; empty messages are skipped."""
     leaving = inp.split(list(in_splits))
     arriving = out.split(list(out_splits))
     rank = group.rank()

@@ -57,7 +57,7 @@ _ARRIVAL_POLL_S = 0.01
 _HERE = "hydragraph/here"
 _ARRIVAL = timedelta(minutes=30)  # time for all ranks to arrive
 
-# A fork takes 10 ms, but an import of torch takes seconds. On macOS, forks are unsafe.
+# A fork takes 10 ms, an import of torch seconds. On macOS, forks are unsafe.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 PRELOAD = [
@@ -169,7 +169,7 @@ def _device(asked: torch.device | str | None) -> torch.device:
 
 
 def _store_of_launcher(rank: int, ranks: int) -> Store:
-    """Return the store that the launcher's environment names.
+    """Return the store at MASTER_ADDR and MASTER_PORT.
 
     torchrun's store outlives the ranks, so each restart uses new keys.
     """
@@ -250,14 +250,14 @@ def launch(
 
     Args:
         timeout: time limit of the whole run, or None.
-        prepare: function called once, in a separate process. The result, such as a tuple (model, program, result of
-            `precompile`), becomes the first argument of `function`. Ranks map the result from one file,
-            so they share the memory of weights until a rank changes them.
+        prepare: function called once, in a separate process. The result of `prepare`, such as a tuple (model, program,
+            result of `precompile`), becomes the first argument of `function`. Ranks map the result from one file, so
+            weights are shared in memory until a rank changes them.
         relay: forwards stop requests to the ranks' processes.
         elastic: settings for continuing when ranks are lost; `function` must call `hydragraph.survive` when a step
             raises an error.
-        nodes: machines of an elastic run that this machine leads; call `follow` on the others. `ranks` is then the
-            total number of ranks.
+        nodes: machines of an elastic run that this machine leads; call `follow` on the other machines. `ranks` counts
+            the ranks of all machines.
 
     Returns:
         The ranks' results, by rank; with `elastic`, only those of ranks that remain at the end.
@@ -286,7 +286,7 @@ def launch(
         raise ValueError(f"launch: timeout={timeout!r}: give a datetime.timedelta, as in timedelta(seconds=60)")
     work = _pickled(function, args)
     context = starting(function, prepare)
-    server = hosted(HOST if nodes is None else nodes.address, 0)  # starts a thread
+    server = hosted(HOST if nodes is None else nodes.address, 0)  # after `starting`: this starts a thread
     run = run_crew if elastic is None else partial(run_members, elastic, nodes)
     timeout_s = math.inf if timeout is None else timeout.total_seconds()
     job = Job(context, ranks, server.port, work, timeout_s, relay or Relay())
@@ -304,8 +304,7 @@ def follow(nodes: RunMachines, say: Callable[[str], None]) -> RunMachines | None
     """Start and watch this machine's ranks for a `launch` on another machine.
 
     Returns:
-        If this machine was elected leader, the `nodes` for a `launch` that continues the ranks; None if the run has
-        ended.
+        If this machine was elected leader, the `nodes` of a `launch` that continues the run; None if the run ended.
     """
     context = starting()
     if nodes.election is not None:
@@ -321,7 +320,7 @@ def follow(nodes: RunMachines, say: Callable[[str], None]) -> RunMachines | None
 
 
 def starting(*functions: Callable[..., object] | None) -> Context:
-    """Return the multiprocessing context that starts processes; call this before this process has threads."""
+    """Return the multiprocessing context for ranks; call `starting` before this process has threads."""
     context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
     if START_METHOD == "forkserver":
         with nothing_else_imported():

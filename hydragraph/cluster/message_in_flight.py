@@ -51,7 +51,7 @@ class Message:
 
 
 class Staging:
-    """Copies tensors to and from temporary host memory, page-locked for a GPU."""
+    """Copies tensors to and from temporary host memory (page-locked for GPUs)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,6 +1,6 @@
 """A rank's clients of a store that moves to a new leader's machine after an election.
 
-Each machine's supervisor writes the store's current address to a file. Ranks write their values to each new store.
+Each machine's supervisor writes the store's current address to a file. Ranks repeat their writes on each new store.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MovingStore:
 
     Args:
         folder: private folder of this machine's supervisor.
-        moved: called from another thread when the store has moved.
+        moved: called on another thread after the store has moved.
     """
 
     def __init__(self, folder: str, moved: Callable[[], None]) -> None:
@@ -54,7 +54,7 @@ class MovingStore:
     def connect(self) -> Any:
         """Return a new client of the current store; the client is disconnected when the store moves."""
         host, port = json.loads(self._text)
-        socket.create_connection((host, port), timeout=_CONNECT_S).close()  # fails fast, unlike the client
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()  # fails fast, unlike `client`
         before = open_sockets()
         try:
             return client(host, port)

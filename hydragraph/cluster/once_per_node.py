@@ -1,8 +1,8 @@
 """Results that one rank of each machine computes for the machine's other ranks, such as a captured model.
 
-The highest of a machine's ranks with equal inputs computes the result, because rank 0 may plan meanwhile. This rank
-writes a file in a private folder and sends the file's path and hash. A rank that cannot read the file computes its own
-result.
+The highest of a machine's ranks with equal inputs computes the result, because rank 0 may plan meanwhile. The highest
+rank writes a file in a private folder, and sends the file's path and hash. A rank that cannot read the file computes
+its own result.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class OfferedFile:
 def once_per_machine(
     world: World, what: str, key: str, make: Callable[[], T], meanwhile: Callable[[], object] | None = None
 ) -> T:
-    """Return a function's result, which one rank of each machine computes; all ranks call this.
+    """Call `make` on one rank of each machine, and return the result on all ranks.
 
     Args:
         key: text that identifies the inputs; ranks with different keys compute separate results.
-        make: the function; every rank calls it if its result cannot be pickled.
+        make: called on every rank if the result cannot be pickled.
 
     Raises:
         Any error of `make`, on the rank that called it. Other ranks raise the same error if it is `Unsupported`,

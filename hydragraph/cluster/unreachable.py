@@ -1,4 +1,4 @@
-"""Error messages for machines that cannot reach each other; ranks write gloo's addresses to the store."""
+"""Error messages for machines that cannot reach each other."""
 
 from __future__ import annotations
 
