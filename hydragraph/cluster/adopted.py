@@ -21,7 +21,7 @@ def check_moves(default: dist.ProcessGroup) -> None:
 
 @lru_cache(maxsize=1)
 def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Return a process group that sends objects, or None if the default group can send CPU tensors (collective call)."""
+    """Return a group that sends objects, or None if the default group can send CPU tensors (collective call)."""
     if any(device.type == "cpu" for device in default._device_types):
         return None
     if not dist.is_gloo_available():

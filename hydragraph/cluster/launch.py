@@ -286,7 +286,7 @@ def launch(
         raise ValueError(f"launch: timeout={timeout!r}: give a datetime.timedelta, as in timedelta(seconds=60)")
     work = _pickled(function, args)
     context = starting(function, prepare)
-    server = hosted(HOST if nodes is None else nodes.address, 0)  # after `starting`: this starts a thread
+    server = hosted(HOST if nodes is None else nodes.address, 0)  # starts a thread, so only after `starting`
     run = run_crew if elastic is None else partial(run_members, elastic, nodes)
     timeout_s = math.inf if timeout is None else timeout.total_seconds()
     job = Job(context, ranks, server.port, work, timeout_s, relay or Relay())

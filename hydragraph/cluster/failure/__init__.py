@@ -1,1 +1,1 @@
-"""Failure detection: ranks agree on which rank failed, and stop waiting for it. Start at `rank_watch`."""
+"""Failure detection: ranks agree on which rank failed, and stop waiting for it. Read `rank_watch` first."""

@@ -52,7 +52,7 @@ def seen_of(process: WatchedProcess, progress: RankProgress) -> RankObservation:
 
 @dataclass(frozen=True)
 class Accusation:
-    """The accused rank, and its error; `stalled` means that its process is alive but makes no progress."""
+    """An accused rank, and the reason; `stalled` if the rank's process is alive but makes no progress."""
 
     rank: int
     error: str
@@ -88,7 +88,7 @@ class FailureDetector:
             self._ended[rank] = self._ended.get(rank, 0.0) + elapsed if ended and not sighting.progress.left else 0.0
             self._stopped[rank] = self._stopped.get(rank, 0.0) + elapsed if stopped and still else 0.0
         for rank, seconds in self._ended.items():
-            if seconds >= ENDED_S:  # until then, the launcher may report how it ended
+            if seconds >= ENDED_S:  # the launcher may first report how the process ended
                 return Accusation(rank, ENDED)
         return self._longest(self._limit_s)
 

@@ -43,7 +43,7 @@ class _Line(ctypes.Structure):
         ("index", ctypes.c_int64),  # instruction's index + 1, or 0 outside a step
         ("progress_s", ctypes.c_double),
         ("waiting", ctypes.c_bool),
-        ("left", ctypes.c_bool),  # the rank no longer needs the others
+        ("left", ctypes.c_bool),  # the rank no longer needs other ranks
         ("finished", ctypes.c_bool),  # the rank's watch is closed, even after a fault
         ("call", ctypes.c_char * 221),
     )  # 256 bytes: a multiple of a cache line

@@ -20,10 +20,10 @@ def newest_watch() -> RankWatch | None:
 
 
 def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, generation: str = "") -> RankWatch:
-    """Return this process's watch over a process group, or a new watch after a failure or a close.
+    """Return this process's watch over a process group; a broken or closed watch is replaced.
 
     Args:
-        group: the process group, or None if the next call will pass it.
+        group: the process group, or None before the group exists.
         store: returns the ranks' store; called only for a new watch.
     """
     newest = _Newest
@@ -35,7 +35,7 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, g
         if again and not last.broken:
             return last
         last.close()
-    # This number is equal on all ranks.
+    # `number` is equal on all ranks.
     newest.number = newest.number + 1 if again else 0
     newest.watch = RankWatch(store(), rank, ranks, number=newest.number, generation=generation)
     newest.group = group

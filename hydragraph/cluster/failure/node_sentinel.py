@@ -3,7 +3,7 @@
 A healthy rank may hold the interpreter lock for a minute, so a separate process observes the ranks and writes
 heartbeats to the store. If heartbeats stop, the machine or its link is lost.
 
-A sentinel exits as soon as the store has a fault, or 3 s after its last rank has ended or closed its watch.
+A sentinel exits when the store has a fault, or 3 s after the machine's last rank has ended or closed its watch.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class IdleTime:
         self._idle_s = 0.0
 
     def look(self, elapsed: float, watching: Iterable[bool]) -> bool:
-        """Return whether the sentinel must exit; `watching` is true for each live rank with an open watch."""
+        """Return whether the sentinel must exit; `watching` states for each live rank whether its watch is open."""
         self._idle_s = 0.0 if any(watching) else self._idle_s + min(elapsed, PAUSE_S)
         return self._idle_s >= _IDLE_S
 

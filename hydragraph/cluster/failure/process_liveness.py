@@ -66,7 +66,7 @@ def _status(pid: int) -> tuple[str, int] | None:
 
 
 def _switches(pid: int) -> int:
-    """Return the main thread's number of context switches; each stop adds some, even if the process only waits."""
+    """Return the main thread's number of context switches, which increases whenever the process is stopped."""
     with suppress(OSError):
         lines = (_PROC / str(pid) / "status").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)

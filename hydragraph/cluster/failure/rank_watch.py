@@ -6,7 +6,7 @@ docs/architecture.md lists the detected failures. After a failure:
    communicators' sockets (or aborts NCCL's communicators), because gloo never ends a wait on a live rank that does not
    answer.
 2. Each process abandons waits that still do not end (gloo never ends a receive whose connection broke in the
-   middle of a message). To make this possible, waits run on a separate thread.
+   middle of a message). Waits can be abandoned because they run on a separate thread.
 3. Every rank except the failed one raises RankFailure for the agreed fault, in this and every later call.
 """
 
@@ -80,7 +80,7 @@ def agreed(error: BaseException) -> BaseException:
 
 
 class _Calls(threading.local):
-    """The calls that a thread is in, outermost first."""
+    """Calls in progress on a thread, outermost first."""
 
     def __init__(self) -> None:
         self.open: list[str] = []
@@ -195,7 +195,7 @@ class RankWatch:
 
     @contextmanager
     def step(self, number: int, describe: Callable[[int, int, int], str] | None = None) -> Iterator[None]:
-        """Run one step in this context, like `calling`; any error that is not `agreed` is this rank's failure.
+        """Run one step in this context, like `calling`; errors not marked by `agreed` are failures of this rank.
 
         Args:
             describe: function that returns an instruction's text by rank, index and step; any thread may call it.
@@ -299,7 +299,7 @@ class RankWatch:
             self.call(work.wait, waiter)
 
     def call(self, function: Callable[[], T], waiter: Waiter | None = None) -> T:
-        """Return the result of a function that waits for other ranks, or raise once communication is shut down."""
+        """Return the result of a function that waits for other ranks; raise when communication is shut down."""
         with self.communicating():
             if self.ranks == 1:
                 return function()
@@ -326,7 +326,7 @@ class RankWatch:
         return self._stopped.is_set()
 
     def report(self, error: BaseException) -> None:
-        """Record this rank's error as the fault, unless one is known; shut down this rank's communication."""
+        """Record this rank's error as the fault, unless a fault is known; shut down this rank's communication."""
         if self._thread is not None:
             self._agree(Fault(self.rank, self._step, self._here(), _text(error), self._host))
             self._cut()
@@ -377,7 +377,7 @@ class RankWatch:
             self._thread.join()
         self._thread = None
         self._waiter.close()
-        if self._asker.close():  # otherwise the asker's thread may still read the board
+        if self._asker.close():  # otherwise `_asker` may still read the board
             self._board.close()
         atexit.unregister(self._end_of_process)
 
@@ -443,7 +443,7 @@ class RankWatch:
         return accused
 
     def _cut_off(self, how: str) -> None:
-        """Record a fault on this rank only, because this rank cannot reach the store."""
+        """Record a fault only on this rank, which cannot reach the store."""
         error = f"the rendezvous store {how}"
         self._fault = Fault(self.rank, self._step, self._instruction(self.rank), error, self._host)
 

@@ -20,7 +20,7 @@ class StorePoller:
     """Thread that repeats a request to the store, and runs other requests in between.
 
     Args:
-        question: the repeated request; if it raises a RuntimeError, the store is gone.
+        question: the repeated request; any error except OSError means that the store is gone.
 
     Attributes:
         silent_s: seconds since the last answer.
@@ -38,7 +38,7 @@ class StorePoller:
         self._thread.start()
 
     def ask(self, question: Callable[[], T], patience: timedelta) -> T:
-        """Return the answer to another request, or raise its OSError; raise Unanswered if no answer arrives."""
+        """Return another request's answer or raise its OSError; raise StoreUnavailable without an answer."""
         answer: Future[T] = Future()
         self._others.put((question, answer))
         try:

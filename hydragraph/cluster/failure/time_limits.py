@@ -1,6 +1,6 @@
-"""Time limits of failure detection, in seconds of the detector's own running time.
+"""Time limits of failure detection, in seconds during which the detector itself runs.
 
-A *deputy* is the supervisor of a machine that does not lead.
+A `NodeAgent` supervises a machine that does not lead.
 
     limit          maximum duration of                                            then
     ENDED_S        waiting for the launcher to report an ended process            its rank has failed
@@ -9,8 +9,8 @@ A *deputy* is the supervisor of a machine that does not lead.
     UNHEARD_S      silence of a machine, as seen by another's link probe          the pair counts as broken
     STOPPED_S      a stop of a process while others run                           its rank has failed
     CUT_S          a broken pair of machines that both reach the leader           the leader drops one of them
-    UNREACHABLE_S  silence of the store, or of the leader as seen by a deputy     a rank or a deputy gives up
-    SILENT_S       silence of a machine's sentinel, or of a deputy                the machine is lost
+    UNREACHABLE_S  silence of the store, or of the leader as seen by a NodeAgent  a rank or a NodeAgent gives up
+    SILENT_S       silence of a machine's sentinel, or of a NodeAgent             the machine is lost
     PROGRESS_S     waits of ranks while no rank makes progress                    a rank that does not wait has failed
     RETURN_S       absence of machines that may have been lost with a leader      the next leader continues without them
 
