@@ -1,1 +1,1 @@
-"""Starting and ending of processes, and shared memory, on one machine."""
+"""Processes and shared memory of one machine."""

@@ -1,9 +1,9 @@
 """Fork server of ranks, which cleans up even if its launcher is killed.
 
 multiprocessing's own server would leave its socket and semaphores behind. A SIGTERM to the process group, or a failed
-fork, would end that server and every rank, even during a save. The server of this module continues.
+fork, would end multiprocessing's server and every rank, even during a save.
 
-The server imports this module first (`launch.PRELOAD`). An environment variable makes the module act as a server.
+The server imports this module first (`launch.PRELOAD`), and calls `_serve` because `_VARIABLE` is set.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _serve(directory: str) -> None:
     outlive_signals()
     outlive_failed_forks()
     if directory:
-        atexit.register(shutil.rmtree, directory, ignore_errors=True)  # ranks call os._exit instead
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)  # not in ranks: they call os._exit
 
 
 def _as_usual() -> None:

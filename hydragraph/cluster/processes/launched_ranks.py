@@ -109,7 +109,7 @@ class RankHandle:
 
 @dataclass(frozen=True)
 class Job:
-    """Pickled function and arguments of a launch, and its other settings; `launch` documents most of them."""
+    """Settings of a launch (see `launch`); `work` is the pickled function and arguments."""
 
     context: Context
     ranks: int
@@ -138,7 +138,7 @@ def run_crew(job: Job) -> list[bytes]:
 def start(
     context: Context, rank: int, run: Callable[..., Outcome], *args: object, variables: Mapping[str, str] = os.environ
 ) -> RankHandle:
-    """Start a process that runs `run(*args)` with these environment variables."""
+    """Start a process that runs `run(*args)` with environment `variables`."""
     answering_server()
     ours, theirs = context.Pipe()
     arguments = (theirs, dict(variables), log.shown(), run, *args)
@@ -171,7 +171,7 @@ def _close(member: RankHandle) -> None:
 
 
 def answering_server(patience_s: float = STOPPED_S) -> None:
-    """Wait while the fork server is stopped; after `patience_s` seconds, kill it, which also ends its ranks."""
+    """Wait while the fork server is stopped; after `patience_s` seconds, kill the server and its ranks."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
     if pid is None:
         return
@@ -214,7 +214,7 @@ class StoppedProcesses:
         self._watch = Stopwatch()
 
     def look(self, waiting: Sequence[RankHandle], *, others_run: bool = False) -> Accusation | None:
-        """Accuse a rank of this machine that was stopped too long while others ran; return None if there is none."""
+        """Return an accusation of a rank that was stopped too long while other processes ran, or None."""
         nothing = RankProgress(0, 0, None, "", waiting=False, left=False)
         processes = {member.rank: member.process.pid for member in waiting}
         every = {rank: seen_of(WatchedProcess(pid), nothing) for rank, pid in processes.items() if pid is not None}
@@ -285,7 +285,7 @@ def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout_s: fl
 def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, float]:
     """Return a failure's sort key; the root cause has the lowest key.
 
-    First comes the rank that the others blame, then errors that no other rank can cause, then the earliest error.
+    The rank that other ranks blame comes first, then errors that no other rank can cause, then the earliest error.
     """
     outcome = member.outcome
     assert isinstance(outcome, Raised | Died)
@@ -315,7 +315,7 @@ def dismiss(crew: Sequence[RankHandle]) -> None:
     for member in crew:
         if not isinstance(member.outcome, Returned) and member.process.is_alive():
             member.process.kill()
-        member.connection.close()  # a rank that returned waits for this
+        member.connection.close()  # a finished rank waits for this close
     answering_server()
     deadline = time.monotonic() + _EXIT_S
     for member in crew:

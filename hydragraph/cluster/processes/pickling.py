@@ -1,7 +1,7 @@
-"""Pickling for other processes: by name if importable there, otherwise by value.
+"""Pickling of objects by name if other processes can import them, otherwise by value.
 
-In a notebook, with `python -i` or `-c`, or from stdin, other processes cannot import `__main__`. The definitions of
-such a `__main__`, and all closures and lambdas, are sent by value with cloudpickle.
+Other processes cannot import the `__main__` of a notebook, `python -i` or `-c`, or stdin. Definitions in that
+`__main__`, and all closures and lambdas, are sent by value with cloudpickle.
 """
 
 from __future__ import annotations

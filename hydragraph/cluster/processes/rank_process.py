@@ -114,7 +114,7 @@ class Start:
 
 
 def member_environment(kept: str, node: int | None) -> dict[str, str]:
-    """Return a member's environment; `node` is None on a single machine."""
+    """Return a member's environment variables; `node` is None on one machine."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     return own | {KEPT: kept} | ({} if node is None else {"GROUP_RANK": str(node)})
 
@@ -156,7 +156,7 @@ def run_member(order: Start) -> Outcome:
 def begin(
     connection: Connection, environment: Mapping[str, str], level: int | None, run: Callable[..., Outcome], *args: Any
 ) -> None:
-    """Run a function, and send its outcome to the launcher; after a result, wait for the launcher to end."""
+    """Run a function, and send its outcome to the launcher; after a result, wait until the connection closes."""
     _end_with_launcher()
     try:
         os.environ.clear()
@@ -270,5 +270,5 @@ def rebuilt(rank: int, raised: Raised) -> BaseException:
 
 
 def error_of(raised: Raised, who: str = "launch") -> BaseException:
-    """Return the error, of the same type if it could be pickled."""
+    """Return the error, or a RuntimeError if it was not pickled."""
     return RuntimeError(f"{who} raised {raised.summary}") if raised.error is None else _unpickled_error(raised.error)

@@ -24,7 +24,7 @@ from hydragraph.cluster.processes.rank_process import Died, Outcome, Raised, Ret
 
 @dataclass(frozen=True)
 class SharedFile:
-    """An unnamed file, open in this process and in processes that receive this object."""
+    """An unnamed file, open in this process and in processes that receive the `SharedFile`."""
 
     descriptor: int
 

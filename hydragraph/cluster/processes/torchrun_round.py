@@ -3,7 +3,7 @@
 1. Rank r writes a new random word at `joining/r`.
 2. Rank 0 proposes a name with all ranks' words. If a word changes, its rank was restarted, and rank 0 proposes a new
    name.
-3. Rank r writes `agreed/NAME/r` if the proposal contains the rank's word, and so is not from an earlier attempt.
+3. Rank r writes `agreed/NAME/r` if the proposal contains rank r's word, and so is not from an earlier attempt.
 4. After all ranks have agreed, rank 0 confirms the name.
 """
 
@@ -20,7 +20,7 @@ _POLL_S = 0.02
 
 
 def generation(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
-    """Return the new generation's name; all of its ranks call this."""
+    """Agree with the other ranks on the new generation's name."""
     word = uuid.uuid4().hex
     store.set(f"joining/{rank}", word)
     limit = _Limit(timeout)

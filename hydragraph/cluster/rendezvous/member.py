@@ -77,12 +77,12 @@ class Member:
 
     @property
     def called(self) -> bool:
-        """Whether this member should meet the others between two iterations."""
+        """Whether this member should meet other members between two iterations."""
         return self._orders.call > self.generation.number or (self.leaving and self.generation.number > 0)
 
     @property
     def fenced(self) -> bool:
-        """Whether a disconnected machine ends its ranks before the others continue without it."""
+        """Whether a disconnected machine ends its ranks before other machines continue without it."""
         return self._moving is not None
 
     @property
@@ -123,12 +123,12 @@ class Member:
             return generation
 
     def hold(self) -> None:
-        """Announce that this member holds state in the layout of its generation."""
+        """Announce that this member holds state in its generation's layout."""
         self.holds = self.generation.number
         self._place.say(self.number, replace(self._place.said(self.number), holds=self.holds))
 
     def leave(self, done: bool = False) -> None:
-        """Announce that this member no longer needs the others."""
+        """Announce that this member no longer needs other members."""
         self._closed.set()
         self._place.say(self.number, MemberRegister(self.generation.number, holds=self.holds, left=True, done=done))
 

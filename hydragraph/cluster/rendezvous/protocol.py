@@ -7,10 +7,11 @@ the members' registers and writes orders. The coordinator and the members poll, 
    (`after`).
 2. After all live members have left the current generation, the coordinator proposes the next generation: these members
    in rank order, then new members up to the target size.
-3. Each proposed member agrees. If one dies before it agrees, the coordinator makes a proposal with the next number.
+3. Each proposed member agrees. If a member dies before it agrees, the coordinator proposes a generation with the next
+   number.
 4. After all proposed members have agreed, the coordinator confirms the proposal, and its members enter the generation.
 
-So no two generations are ever active at the same time.
+Two generations are never active at the same time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ALL_LEAVE = "every rank was asked to leave"
 
 @dataclass(frozen=True)
 class MemberRegister:
-    """A member's register.
+    """Values that a member announces.
 
     Attributes:
         after: last generation that the member has left permanently, or 0.
@@ -33,7 +34,7 @@ class MemberRegister:
         holds: generation in whose layout the member holds state, or 0 without state.
         accuses: failed members of the generation that the member left.
         leaving: whether the member was asked to end, and wants to hand over its state.
-        left: whether the member no longer needs the others.
+        left: whether the member no longer needs other members.
         done: whether the member left because all work is done.
     """
 
@@ -56,8 +57,8 @@ class Generation:
         number: counted from 1.
         members: member number of each rank.
         leaving: members that hand over their state and end.
-        before: each member's rank in the newest generation in whose layout any member holds state, or None if it holds
-            no state of that generation.
+        before: each member's rank in the newest generation whose state any member holds; None for members without that
+            state.
         ending: why this generation only saves and ends; "" if it continues.
     """
 
@@ -71,13 +72,13 @@ class Generation:
 
 @dataclass(frozen=True)
 class CoordinatorRegister:
-    """The coordinator's register.
+    """The coordinator's orders to members.
 
     Attributes:
         proposal: the newest proposal, confirmed or not.
         confirmed: number of the newest confirmed generation.
         call: number of a generation; members of earlier generations must meet between two iterations.
-        out: members that the others have given up.
+        out: members that have been given up.
         stop: whether to stop the work after the current step.
         over: why no further generation forms; "" while generations form.
     """
@@ -146,7 +147,7 @@ def decide(
 
 
 def awaited(record: CoordinatorState, said: Mapping[int, MemberRegister]) -> tuple[int, ...]:
-    """Return the members that others wait for: each must leave its generation, or accept or enter the next."""
+    """Return the members for which other members wait."""
     orders = record.orders
     there = {m: one for m, one in said.items() if m not in orders.out and not one.left}
     proposal = orders.proposal
