@@ -1,1 +1,1 @@
-"""Start, watch and replace a run's processes, on one machine or several."""
+"""Supervision of a run's processes, on one machine or several."""

@@ -32,7 +32,7 @@ class MachineLinks:
 
 
 def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: Mapping[int, int]) -> MachineLinks:
-    """Return the state after `elapsed` seconds in which these pairs were broken.
+    """Return the state of the links `elapsed` seconds later.
 
     Args:
         broken: pairs of machines that do not hear each other although the leader hears both.

@@ -1,13 +1,13 @@
-"""Coordination of several machines: the first machine's supervisor leads, and the other machines run deputies.
+"""Coordination of several machines: the first machine's supervisor leads, and each other machine runs a `NodeAgent`.
 
 A launcher (torchrun, srun) starts one process per machine. The process on machine 0 hosts the rendezvous store and
-alone decides the membership, so two halves of a partitioned network never both continue. Deputies (`node_agent`) start
-and end processes when the leader tells them to.
+alone decides the membership, so two halves of a partitioned network never both continue. A `NodeAgent` starts and ends
+processes on the leader's orders.
 
-    leader -> deputy   Welcome, Start, Kill, Stop, Over, Peers, Heartbeat
-    deputy -> leader   Hello, Ended, Leaving, Back, ProbeAddress, Unheard, Heartbeat
+    leader -> agent   Welcome, Start, Kill, Stop, RunOver, ProbedMachines, Heartbeat
+    agent -> leader   Hello, Ended, Leaving, DevicesAvailable, ProbeAddress, UnheardMachines, Heartbeat
 
-With an etcd register (`election`), any machine may lead, and deputies' processes continue under the next leader.
+With an etcd register (`election`), any machine may lead, and other machines' processes continue under the next leader.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ class RunMachines:
     """The machines of a run, including this one; a launcher started one process on each.
 
     Attributes:
-        address, port: the launcher's store, on machine 0.
-        shared: whether the launcher, not the process of machine 0, hosts this store.
+        address: address of the launcher's store, on machine 0.
+        shared: whether the launcher, not the process of machine 0, hosts the store.
         again: errors that make the leader restart the run.
         devices: number of devices here.
         fills: whether every device gets a rank.
-        ranks, placed: number of ranks, and number of devices by machine, once ranks are placed.
+        ranks: number of ranks, once placed.
+        placed: each machine's number of devices, once placed.
         election: None if machine 0 leads.
         handed: on a leader, processes that this machine started for an earlier leader.
     """
@@ -86,7 +87,7 @@ class RunMachines:
         return seats_by_machine(ranks, self.placed or (1,) * self.count)[seat]
 
     def seat(self, seat: int, port: int) -> Seat:
-        """Return the seat with its machine, and its number there; spares follow ranks."""
+        """Return a process's `Seat`; on each machine, spares are numbered after ranks."""
         node = self.of(seat, self.ranks)
         local = sum(self.of(earlier, self.ranks) == node for earlier in range(seat))
         return Seat(seat, self.ranks, port, self.address, node, self.here(node, self.ranks), local)
@@ -95,7 +96,7 @@ class RunMachines:
         return sum(self.of(seat, ranks) == number for seat in range(ranks))
 
     def place(self, ranks: int, devices: Sequence[int]) -> RunMachines:
-        """Return these machines with ranks placed; raise a ValueError if they differ and have too few devices."""
+        """Return these machines with ranks placed; raise a ValueError if unequal machines have too few devices."""
         total = sum(devices)
         ranks = total if self.fills else ranks
         if len(set(devices)) > 1 and ranks > total:
@@ -156,7 +157,7 @@ class InheritedMembers:
 
 @dataclass(frozen=True)
 class Hello:
-    """A deputy has connected; `members` are processes that it still runs from an earlier leader."""
+    """A machine has connected; `members` are its processes from the time of an earlier leader."""
 
     node: int
     members: Mapping[int, Seated] = field(default_factory=dict)
@@ -165,7 +166,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The leader has accepted a deputy, whose members continue if `kept`."""
+    """The leader has accepted a machine, whose members continue if `kept`."""
 
     kept: bool
     host: str
@@ -200,7 +201,13 @@ class Stop:
 
 @dataclass(frozen=True)
 class RunOver:
-    """The run has ended with `error` ("" after success); if `here`, only on this machine; if `again`, it restarts."""
+    """The run has ended.
+
+    Attributes:
+        error: why; "" after success.
+        again: whether the run restarts.
+        here: whether only this machine ends.
+    """
 
     error: str = ""
     again: bool = False
@@ -233,7 +240,7 @@ class Heartbeat:
 
 
 class Link:
-    """One end of the connection between the leader and a deputy.
+    """One end of the connection between the leader and a `NodeAgent`.
 
     Attributes:
         term: term of the elected leader, or 0 without an election.
@@ -312,7 +319,7 @@ class _Post:
 
 
 class AgentLinks:
-    """The leader's links to all deputies; `port` is the port of the leader's store."""
+    """The leader's links to other machines; `port` is the port of the leader's store."""
 
     def __init__(self, nodes: RunMachines, port: int = 0) -> None:
         self.nodes = nodes
@@ -339,7 +346,7 @@ class AgentLinks:
             nodes.election.write(place=place)
 
     def gather(self, patience: timedelta, enough: Callable[[float], bool] = lambda waited_s: False) -> None:
-        """Wait until every other machine has a deputy, or `enough(seconds waited)` is true."""
+        """Wait until every other machine has connected, or `enough(seconds waited)` is true."""
         began = time.monotonic()
         told = False
         while missing := [n for n in range(self.nodes.count) if not self.present(n)]:
@@ -370,7 +377,7 @@ class AgentLinks:
         return self.nodes.place(ranks, [self._devices.get(node, own) for node in range(self.nodes.count)])
 
     def adopt(self, nodes: Collection[int], patience_s: float) -> tuple[list[RankHandle], dict[int, Seated]]:
-        """Wait for these machines' deputies; return the members that they run, with seats."""
+        """Wait up to `patience_s` seconds for `nodes` to connect; return the members that they run, with seats."""
         end = time.monotonic() + patience_s
         while time.monotonic() < end and not all(map(self.present, nodes)):
             time.sleep(0.02)
@@ -416,7 +423,7 @@ class AgentLinks:
                     process.ended(Died(time.monotonic(), how))
 
     def start(self, node: int, order: Start) -> RankHandle:
-        """Start a process on a machine, which may just have been lost."""
+        """Start a process on another machine."""
         with self._lock:
             post = self._posts[node]
             process = RemoteProcess(post.link, order.number)
@@ -431,7 +438,7 @@ class AgentLinks:
             post.link.send(Stop())
 
     def close(self, over: RunOver | None) -> None:
-        """Close all links. If `over` is None, deputies continue under another leader."""
+        """Close all links. If `over` is None, other machines continue under another leader."""
         with self._lock:
             self._over = over
             self._closed = True
@@ -491,7 +498,7 @@ class AgentLinks:
                 outcome = message.outcome
                 if isinstance(outcome, Raised | Died):  # the machines' clocks differ
                     outcome = replace(outcome, when=time.monotonic())
-                if message.number in post.processes:  # after a reconnection, the earlier link has them
+                if message.number in post.processes:  # after a reconnection, an earlier link may have it
                     post.processes[message.number].ended(outcome)
             elif isinstance(message, Leaving):
                 post.leaving = True
@@ -507,7 +514,7 @@ class AgentLinks:
         if not self._closed:
             _LOG.warning("%s", _lost(hello.node, link))
         if self.nodes.election is not None and not self._closed and link.silent_s < SILENT_S:
-            time.sleep(GRACE_S)  # the deputy may first check whether this leader has ended
+            time.sleep(GRACE_S)  # the machine may first check whether this leader has ended
         with self._lock:
             processes = list(post.processes.values())
         for process in processes:
@@ -541,7 +548,7 @@ def _lost(node: int, link: Link) -> str:
 
 
 def reach(nodes: RunMachines, members: Mapping[int, Seated] | None = None) -> Link:
-    """Return a deputy's link to the leader.
+    """Return this machine's link to the leader.
 
     Args:
         members: this machine's members, which continue under a new leader.

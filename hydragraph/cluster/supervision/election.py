@@ -60,7 +60,7 @@ class Election:
         return self._own.before
 
     def join(self) -> None:
-        """Join the run of a leader that this machine has reached; the run may have begun earlier."""
+        """Join the run of a leader that this machine has reached."""
         self._own = replace(self._own, before=self.standing.lease.before)
 
     def guard(self, may_live: Callable[[LeaseView, float], bool], end_ranks: Callable[[], None]) -> None:
@@ -68,7 +68,7 @@ class Election:
         self._fence = (may_live, end_ranks)
 
     def write(self, *, place: str | None = None, record: str | None = None, over: str | None = None) -> None:
-        """Write the lease's fields and the record; if this machine does not lead, raise Deposed without writing."""
+        """Write the lease's fields and the record; if this machine does not lead, raise LeadershipLost."""
         while True:
             self.check()
             with self._lock:
@@ -80,7 +80,7 @@ class Election:
             self._read()
 
     def check(self) -> None:
-        """Raise Deposed unless this machine leads."""
+        """Raise LeadershipLost unless this machine leads."""
         if not self.leads:
             why = f": {self.silent}" if self.silent else ""
             raise LeadershipLost(

@@ -20,7 +20,7 @@ class Register(Protocol):
         """Return the lease and the record, each "" if never written."""
 
     def swap(self, expected: str, lease: str, record: str | None = None) -> bool:
-        """If the lease equals `expected`, replace it (and the record, if given); return whether the two were equal."""
+        """If the lease equals `expected`, replace it (and the record, if given) and return True; else return False."""
 
 
 class EtcdRegister:

@@ -88,7 +88,7 @@ class LeaseView:
 
 
 def asking(standing: LeaseView, lease: Lease, now: float) -> LeaseView:
-    """Return the view, updated because the machine now asks for `lease`."""
+    """Return the view after the machine has asked for `lease`."""
     return replace(standing, asked=lease, asked_at=standing.asked_at if lease == standing.asked else now)
 
 

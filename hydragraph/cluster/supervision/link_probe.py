@@ -21,7 +21,7 @@ class LinkProbe:
     """Thread that sends datagrams to other machines and receives theirs.
 
     Args:
-        tell: called with the machines that have been silent for `UNHEARD_S`, whenever this set changes.
+        tell: called with the set of machines silent for `UNHEARD_S`, whenever the set changes.
     """
 
     def __init__(self, number: int, host: str, tell: Callable[[tuple[int, ...]], None]) -> None:

@@ -61,10 +61,9 @@ _TOGETHER_S = 1.0  # for the leader to report that all machines are being stoppe
 
 @dataclass(frozen=True)
 class LeaderlessState:
-    """State of a machine while the link to an elected leader is down.
+    """State of a machine while the link to an elected leader is down (see `keeps`).
 
     Attributes:
-        term, since: as for `keeps`.
         refused: address of the leader that last refused a connection.
     """
 
@@ -276,7 +275,7 @@ class NodeAgent:
     def _drained(self, link: Link) -> bool:
         """Forward a preemption notice to this machine's ranks; return whether all of them have ended.
 
-        If the whole run is being stopped, ranks follow the leader's orders instead.
+        If the whole run is being stopped, do nothing: ranks follow the leader's orders.
         """
         if self._asked_at is None or self._stopping or time.monotonic() - self._asked_at < _TOGETHER_S:
             return False

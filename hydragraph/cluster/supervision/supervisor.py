@@ -131,7 +131,7 @@ class Supervisor:
     """Supervisor of one launch's members.
 
     Args:
-        started: function that starts a member's process, given number, seat (initial rank), and whether it is late.
+        started: function that starts a member's process, given its number, seat (initial rank), and `Seated.late`.
     """
 
     _started: Callable[[int, int, bool], RankHandle]
@@ -248,7 +248,7 @@ class Supervisor:
         return range(self._ranks + self._elastic.spares)
 
     def _save(self) -> None:
-        """Save what the next leader needs, before any member acts on it."""
+        """Save the state for the next leader, before any member acts on this state."""
         if self._election is not None:
             members = {self._next - 1, *(member.rank for member in self._live())}
             # The seat of a member that was lost with the previous leader is unknown.
@@ -396,7 +396,7 @@ class Supervisor:
 
     def _give_up(self, said: Mapping[int, MemberRegister]) -> None:
         elapsed = self._stopwatch.elapsed()
-        late = awaited(self._record, said) if self._held else ()  # before any state exists, all members begin together
+        late = awaited(self._record, said) if self._held else ()  # until state exists, all members begin together
         self._waited = {member: self._waited.get(member, 0.0) + elapsed for member in late}
         coming = [member for member, one in said.items() if self._held and self._seats[member].late and not one.ready]
         self._readying = {member: self._readying.get(member, 0.0) + elapsed for member in coming}
