@@ -332,7 +332,7 @@ class Groups:
             rank_sets: each stage's ranks, in tensor-parallel order.
 
         Returns:
-            The collectives of each set that includes this rank, valid until the next call.
+            The collectives of each of `rank_sets` with this rank, valid until the next call.
         """
         # Stages with the same ranks, in any order, share a group.
         needed = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))

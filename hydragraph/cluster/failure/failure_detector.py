@@ -6,7 +6,7 @@ A rank is accused when
 - no rank has made progress for `progress_s` while some ranks wait (`Stall`): a rank that does not wait is accused, or
   the last rank if all ranks wait.
 
-Between two observations, the detector counts at most half a second, because its own process may have been stopped.
+Between two observations, the detector counts at most half a second, because its process may have been stopped.
 """
 
 from __future__ import annotations
@@ -126,5 +126,5 @@ class Stall:
         busy = [rank for rank, sighting in seen.items() if not sighting.progress.waiting and not sighting.progress.left]
         how = "the others wait for this rank" if busy else "all ranks wait"
         error = f"no rank has made progress for {progress_s:g} s (progress_s), and {how}"
-        # If all ranks wait, a link may be down. Rank 0 may still reach all others, so the last rank is accused.
+        # If all ranks wait, a link may be down. Rank 0 may still reach all other ranks, so the last rank is accused.
         return Accusation(min(busy) if busy else max(waits), error, stalled=True)

@@ -89,7 +89,7 @@ class HeartbeatBoard:
 
     @classmethod
     def open(cls, address: str, ranks: int) -> HeartbeatBoard:
-        """Open another process's board; raise an OSError if it is not this user's."""
+        """Open another process's board; raise an OSError if the board is not this user's."""
         descriptor = os.open(address, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(descriptor)
         ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size == cls._size(ranks)
@@ -99,7 +99,7 @@ class HeartbeatBoard:
         return cls(descriptor, ranks, address)
 
     def place(self, rank: int, step: int, instruction: int | None) -> None:
-        """Record a rank's new position (about 1 us); only that rank may call this."""
+        """Record the new position of the calling rank; takes about 1 us."""
         line = self.lines[rank]
         self._moves += 1
         line.moves = self._moves

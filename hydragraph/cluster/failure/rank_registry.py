@@ -1,4 +1,4 @@
-"""Registry of each machine's ranks and progress board, kept in the store; reads never wait."""
+"""Registry of each machine's ranks and progress board, in the store; reads never wait."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RankRegistry:
     _read: defaultdict[str, list[bytes]] = field(default_factory=lambda: defaultdict(list))
 
     def enter(self, member: RankEntry) -> bool:
-        """Add a rank; return whether it is the first of its machine."""
+        """Add a rank; return whether the rank is the first of its machine."""
         index = self._add(f"machine/{self.machine}", 1)
         line = [member.rank, member.host, member.process.pid, member.process.started]
         self.store.set(self._key(f"machine/{self.machine}/{index}"), json.dumps(line))

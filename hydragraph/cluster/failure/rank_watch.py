@@ -1,4 +1,4 @@
-"""Failure watch: a thread of each rank that detects failures of ranks, from their rendezvous to their end.
+"""Failure watch: a thread of each rank that detects failures of ranks, from the rendezvous to the end.
 
 docs/architecture.md lists the detected failures. After a failure:
 
@@ -92,7 +92,7 @@ class RankWatch:
     Args:
         store: the rendezvous store; None for a single process.
         number: index of this watch in the store, equal on all ranks.
-        generation: name of this set of ranks within a launch.
+        generation: name of the set of ranks within a launch.
     """
 
     def __init__(self, store: Store | None, rank: int, ranks: int, *, number: int = 0, generation: str = "") -> None:

@@ -19,7 +19,7 @@ The limits depend on each other:
 - ENDED_S < SUSPECT_S < PATIENCE_S, so that the search finds a process that ended or stopped.
 - UNHEARD_S + 3 s + 2 s <= CUT_S, and 6.2 s < UNREACHABLE_S, so that an outage of 3 s is not a failure. After an
   outage, probes recover within 2 s, and TCP retries after 0.2, 0.6, 1.4, 3.0 and 6.2 s.
-- UNREACHABLE_S < SILENT_S, so that a disconnected machine ends its ranks before the others continue without them.
+- UNREACHABLE_S < SILENT_S, so that a disconnected machine ends its ranks before other machines continue without them.
 
 `supervision/leadership.py` contains the limits of an elected leader.
 """

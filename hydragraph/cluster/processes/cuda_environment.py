@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 
 _LOG = logging.getLogger(__name__)
 
-# PyTorch uses the first of these variables that is set.
+# PyTorch reads the first variable that is set.
 _ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 _NO_HANDLING = "0"
 _CLEAN_UP_ONLY = "2"

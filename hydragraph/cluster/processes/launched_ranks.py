@@ -305,13 +305,13 @@ def private_folder() -> TemporaryDirectory[str]:
 def kill_here(crew: Sequence[RankHandle]) -> None:
     """Kill the processes of this machine without waiting; any thread may call this."""
     for member in crew:
-        with suppress(ValueError):  # the process was closed meanwhile
+        with suppress(ValueError):  # the process is closed
             if member.process.pid and member.process.is_alive():
                 member.process.kill()
 
 
 def dismiss(crew: Sequence[RankHandle]) -> None:
-    """End all processes: finished ranks exit, others are killed."""
+    """End all processes, and kill those of unfinished ranks."""
     for member in crew:
         if not isinstance(member.outcome, Returned) and member.process.is_alive():
             member.process.kill()

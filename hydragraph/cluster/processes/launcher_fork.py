@@ -45,7 +45,7 @@ _kept: list[object] = []
 
 
 def ensure_forked(preload: Sequence[str], classes: Collection[str] = ()) -> bool:
-    """Fork this process to create the fork server; return False if that is impossible."""
+    """Fork this process to create the fork server; return False if impossible."""
     return _can_fork() and _forked(preload, classes)
 
 
@@ -59,7 +59,7 @@ def _can_fork() -> bool:
 
 
 def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
-    """Fork this process as the server; return False if it has several threads.
+    """Fork this process as the server; return False if this process has several threads.
 
     Threads are counted after the fork, because some (OpenBLAS's) end just before a fork.
     """

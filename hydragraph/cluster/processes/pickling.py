@@ -17,7 +17,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 
 def sent(value: object) -> bytes:
-    """Return a value as bytes for `pickle.loads` in a process started from this one."""
+    """Return a value as bytes for `pickle.loads` in a process that this process starts."""
     if _can_be_imported(sys.modules["__main__"]):
         # A class sent by value would differ from the class in its module.
         with contextlib.suppress(Exception):

@@ -59,7 +59,7 @@ class Generation:
         leaving: members that hand over their state and end.
         before: each member's rank in the newest generation whose state any member holds; None for members without that
             state.
-        ending: why this generation only saves and ends; "" if it continues.
+        ending: why the generation only saves and ends; "" if it continues.
     """
 
     number: int = 0

@@ -17,7 +17,7 @@ class MemberDescription:
     """Public description of a process.
 
     Attributes:
-        seat: initial rank of this process or of the process that it replaces.
+        seat: initial rank of the process, or of the process that it replaces.
     """
 
     member: int

@@ -53,7 +53,7 @@ _ELECTED_S = 0.8  # for one attempt to reach an elected leader; below `DOUBT_S`
 
 @dataclass(frozen=True)
 class RunMachines:
-    """The machines of a run, including this one; a launcher started one process on each.
+    """Machines of a run; a launcher started one process on each machine.
 
     Attributes:
         address: address of the launcher's store, on machine 0.
@@ -148,7 +148,7 @@ class Seated:
 
 @dataclass(frozen=True, eq=False)
 class InheritedMembers:
-    """An earlier leader's members on this machine, their seats and private folder."""
+    """Members that this machine runs from an earlier leader, with seats and private folder."""
 
     crew: tuple[RankHandle, ...]
     seats: Mapping[int, Seated]
@@ -221,7 +221,7 @@ class ProbeAddress:
 
 @dataclass(frozen=True)
 class ProbedMachines:
-    """Probe these machines; `tag` marks the probes of this run."""
+    """Order to probe machines; `tag` marks the probes of this run."""
 
     addresses: Mapping[int, Address]
     tag: bytes
@@ -404,7 +404,7 @@ class AgentLinks:
         """End the processes of machines that cannot reach other machines; call this often."""
         elapsed = self._stopwatch.elapsed()
         with self._lock:
-            # If the leader does not hear a machine either, only the link between the leader and this machine counts.
+            # If the leader does not hear a machine, only the machine's link to the leader counts.
             heard = {n: post for n, post in self._posts.items() if not post.link.down and post.link.silent_s < _FRESH_S}
             broken = {(min(n, m), max(n, m)) for n, post in heard.items() for m in post.unheard if m in heard}
             ranks = {n: sum(remote.is_alive() for remote in post.processes.values()) for n, post in heard.items()}
@@ -554,7 +554,7 @@ def reach(nodes: RunMachines, members: Mapping[int, Seated] | None = None) -> Li
         members: this machine's members, which continue under a new leader.
 
     Raises:
-        OSError, RuntimeError: the leader, or the store with its address, is not available.
+        OSError, RuntimeError: the leader, or the store with the leader's address, is not available.
     """
     if nodes.election is not None:
         standing = nodes.election.standing

@@ -32,8 +32,8 @@ class Lease:
         term: counted from 1; 0 before any machine leads.
         node: machine that holds the lease.
         holder: random word of that machine's process.
-        beat: number of changes in this term.
-        prior: machine that held the previous term, or None if the run began with this term.
+        beat: number of changes in `term`.
+        prior: machine that held the previous term, or None if the run began with `term`.
         place: address of the leader's supervisor, as JSON; "" if unknown.
         over: why the run has ended ("" after success), or None while it continues.
         before: start time of an earlier run in the output folder, or 0.
@@ -59,11 +59,11 @@ class LeaseView:
 
     Attributes:
         lease: newest lease that the machine read or wrote.
-        since: time when the machine first read or wrote this lease.
-        placed: time when the machine learned of this term, or of the leader's address.
+        since: time when the machine first read or wrote `lease`.
+        placed: time when the machine learned of the lease's term or place.
         answered: time of the last request that the register answered.
         asked: lease that the machine last asked for.
-        asked_at: time of the first request for this lease.
+        asked_at: time of the first request for `asked`.
         term: term in which this machine leads, or 0.
         until: time when the machine stops leading unless it renews the lease.
         joined: whether the machine has read the lease of a run in progress.
@@ -95,7 +95,7 @@ def asking(standing: LeaseView, lease: Lease, now: float) -> LeaseView:
 def learned(standing: LeaseView, lease: Lease, sent: float, now: float) -> LeaseView:
     """Return the view after the register answers `lease` to a request sent at time `sent`.
 
-    If the machine asked for this lease, its request was accepted, even if it seemed to fail.
+    If the machine asked for `lease`, the request was accepted, even if the request seemed to fail.
     """
     before = standing.lease
     first = standing.answered == float("-inf")

@@ -73,7 +73,7 @@ AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # err
 
 
 def run_members(elastic: Elastic, nodes: RunMachines | None, job: Job) -> list[bytes]:
-    """Start ranks, keep them running, and return the pickled results of the ranks that remain."""
+    """Start ranks, keep them running, and return the pickled results of remaining ranks."""
     ranks = job.ranks
     handed = None if nodes is None else nodes.handed
     kept = private_folder() if handed is None else handed.kept
@@ -149,8 +149,8 @@ class Supervisor:
     _unready: dict[int, int] = field(default_factory=dict)  # processes that ended before they were ready, by seat
     _lost: list[RankHandle] = field(default_factory=list)
     _empty: set[int] = field(default_factory=set)  # seats that stay empty until their devices are available again
-    _waited: dict[int, float] = field(default_factory=dict)  # seconds that others have waited for a member
-    _readying: dict[int, float] = field(default_factory=dict)  # seconds of preparing while others run, by member
+    _waited: dict[int, float] = field(default_factory=dict)  # seconds that other members have waited for a member
+    _readying: dict[int, float] = field(default_factory=dict)  # seconds that a late member has prepared
     _stops: StoppedProcesses = field(default_factory=StoppedProcesses)
     _stopwatch: Stopwatch = field(default_factory=Stopwatch)
     _fatal_at: float | None = None
