@@ -78,7 +78,7 @@ class AbsentProcess:
         self._end.close()
 
     def terminate(self) -> None:
-        """Do nothing: the process's own machine asks it to end."""
+        """Do nothing: the process's machine asks the process to end."""
 
     def kill(self) -> None: ...
 

@@ -156,7 +156,7 @@ class Member:
         while True:
             orders = self._place.orders()
             if orders.over or self.number in orders.out:
-                raise MemberDismissed(orders.over or "other ranks have continued without this one")
+                raise MemberDismissed(orders.over or "other ranks have continued without this rank")
             if self.leaving and said.after and not said.leaving and not said.agreed:
                 said = replace(said, leaving=True)
                 self._place.say(self.number, said)

@@ -488,7 +488,7 @@ class AgentLinks:
             link.close("it is refused")
             return
         if before is not None and not before.link.down:
-            why = f"a second process was started for machine {hello.node}, and replaces this one"
+            why = f"a second process was started for machine {hello.node}, and replaces this process"
             before.link.send(RunOver(why, here=True))
             before.link.close("it was started again")
         _LOG.info("machine %d has arrived", hello.node)

@@ -1,4 +1,4 @@
-"""Leadership of a run: a lease in a replicated register. Pure functions make a machine's decisions from its own clock.
+"""Leadership of a run: a lease in a replicated register. Decisions are pure functions of a machine's view and clock.
 
 The register holds one lease: its term, its holder, and a count that the holder increments to renew the lease. A machine
 that has read the same lease for `TTL_S` takes over with the next term. The register accepts a lease only if it still

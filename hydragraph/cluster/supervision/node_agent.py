@@ -88,7 +88,7 @@ class NodeAgent:
     _probe: LinkProbe | None = None
 
     def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> InheritedMembers | None:
-        """Serve until the run ends, or this machine is preempted or elected; if elected, return the machine's processes."""
+        """Serve until the run ends, or this machine is preempted or elected; if elected, return all processes."""
         before = handling({signal.SIGTERM: self._asked, signal.SIGINT: self._asked, signal.SIGUSR1: self._repaired})
         handed = None
         if self._election is not None:
@@ -216,7 +216,7 @@ class NodeAgent:
 
         def tell(nodes: tuple[int, ...]) -> None:
             names = ", ".join(map(str, nodes))
-            _LOG.warning("machines that cannot reach this one: %s", names or "none any more")
+            _LOG.warning("machines that cannot reach this machine: %s", names or "none")
             link.send(UnheardMachines(nodes))
 
         probe = LinkProbe(self._nodes.number, host_of(link), tell)

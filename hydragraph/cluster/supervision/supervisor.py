@@ -210,7 +210,7 @@ class Supervisor:
         crew, seats = self.hub.adopt(nodes - {self._election.standing.lease.prior}, GATHER_S)
         self.crew += crew
         if not self.crew:
-            raise RankFailure(0, "", "no rank is left: the leading machine was lost, and the others had no ranks")
+            raise RankFailure(0, "", "no rank is left: the leading machine was lost, and other machines had no ranks")
         self._seats = {**handed.seats, **seats}
         for member, seated in self._seats.items():
             peer = MemberDescription(member, seated.seat, 0, "", node=self._node(seated.seat))
