@@ -168,12 +168,12 @@ def compile(
         model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device. A meta
             model gets its weights from `load` or, at the first step, from its initializer (seeded by `manual_seed`).
         strategy: a Strategy, its text ("<tp2,pp1> + <tp1,pp1>"), a list to choose from at each step, or "auto" to plan.
-        optimizer: function that makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order; None:
-            no training. `Executable.move` calls it again. Tensors are a rank's shards, or empty; do not edit `.data`.
+        optimizer: function that makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order, or
+            None for no training. Each tensor is a parameter's shard, or empty; do not edit its `.data`.
         max_grad_norm: global norm to which gradients are clipped, or None.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: this rank's device; by default a GPU if available.
-        loss: function that returns the loss, summed over targets, for the model's outputs and the packed batch.
+        loss: function that maps the model's outputs and the packed batch to the loss, summed over targets.
         profile: measured `Profile`, `Costs`, or a `Cluster` with datasheets. If None, strategy "auto" measures costs.
         lengths: sequence lengths of sample mini-batches, for planning.
         policy: settings for planning iterations.
@@ -181,18 +181,20 @@ def compile(
         program: result of `capture` for an equal model; it replaces `example` and, by default, `loss`.
         example, blocks, check: see `capture`; each strategy is also checked before its first step.
         progress_s: if no rank makes progress for this many seconds, all ranks write their stacks and raise an error.
-        home: each rank's share of the state, or its text ("3,1 copies=2", "equal", "stages"); None means "auto".
+        home: each rank's share of the state, as a `Home` or text ("3,1 copies=2", "equal", "stages"); default: "auto".
         compiled: folder written by `hydragraph compile`; missing graphs are compiled.
-        trust: whether to load the folder's Inductor code, which runs with your permissions.
-        joining: whether this rank joins running ranks later (`move`). Pass the same arguments, but a meta model.
-        deterministic: whether results are bitwise equal for all pipelines, ranks and homes (docs/deterministic.md).
-        window: maximum fp32 bytes in flight of weights, and of gradients; default: 2 x largest block (streaming: 1 x).
+        trust: whether to load Inductor code from the `compiled` folder; this code runs with your permissions.
+        joining: whether this rank joins running ranks later (`Executable.move`); requires a meta model.
+        deterministic: whether results are bitwise equal for all strategies, ranks and homes (docs/deterministic.md).
+        window: maximum bytes of fp32 weights, and of fp32 gradients, in flight; by default twice the largest block's
+            size, or once this size if stages are streamed.
         push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
         seed: dropout seed, the same on every rank; dropout masks do not depend on the strategy.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or does not fit the model or the ranks.
-        Refused, Unsupported: the folder is damaged, stale or for another model, or the model cannot be trained.
+        Refused: the `compiled` folder is damaged, stale or for another model.
+        Unsupported: the model cannot be trained.
         RankFailure: another rank failed during the call.
     """
     apart_now = joining or comes_late()
@@ -263,7 +265,7 @@ def _backend(asked: str | None, device: torch.device, deterministic: bool) -> st
 
 
 def _held(executable: Executable, joining: bool) -> Executable:
-    """Announce that an elastic rank holds state; if it started late, join the others to receive state."""
+    """Announce that an elastic rank holds state, or connect a late rank to the running ranks."""
     if (member := here()) is not None and not comes_late():
         member.hold()
         executable.joined = member.holds
@@ -344,9 +346,9 @@ def _with_limits(program: Program, window: int | None, push_dtype: torch.dtype) 
 
 
 def _compiled_for_all(program: Program, given: Choices, world: World, backend: str | None) -> Variants | None:
-    """Compile the graphs of the given strategies for all ranks of a machine.
+    """Compile the given strategies' graphs for all ranks of a machine.
 
-    Return None for a single rank, for Inductor, or if a strategy does not fit (which every rank reports later).
+    Return None for a single rank, for Inductor, or if a strategy does not fit the model or the ranks.
     """
     if world.ranks == 1 or choose_backend(backend, world.device) == "inductor":
         return None
@@ -362,7 +364,7 @@ def _compiled_for_all(program: Program, given: Choices, world: World, backend: s
 
 
 def _on_all(world: World, make: Callable[[], T]) -> T:
-    """Call a function on every rank; if one raises a ValueError or TypeError, raise it on all."""
+    """Call a function on every rank; raise any rank's ValueError or TypeError on all ranks."""
     returned: list[T] = []
     error: ValueError | TypeError | None = None
     try:
@@ -396,9 +398,9 @@ def _check_program(program: Program, folder: str | Path | None, source: _Source)
 @own_modes("precompile")
 @typed("program")
 def precompile(program: Program, strategies: Iterable[Strategy | str]) -> Variants:
-    """Compile a program's templates for strategies on the eager backend. Inductor caches its code on disk instead.
+    """Compile a program's templates for strategies on the eager backend.
 
-    While this process keeps the result, executables here and in forked ranks (`launch`) reuse the graphs.
+    While a process keeps the result, its executables and those of forked ranks (`launch`) reuse the graphs.
     """
     variants = Variants(program, added=True, cache=VariantCache())
     several = [strategies] if isinstance(strategies, Strategy | str) else strategies
@@ -466,7 +468,7 @@ def lower(
     """Lower a program for a strategy and a number of micro-batches per pipeline.
 
     Args:
-        ranks: world size; by default, the highest device of the strategy plus 1.
+        ranks: world size; by default, the strategy's highest device number plus 1.
     """
     strategy = strategy_for(strategy, program)
     world = ranks if ranks is not None else max(strategy.devices) + 1

@@ -1,8 +1,8 @@
 """Planning without files, for `strategies: auto`.
 
 Planning measures devices and links (`engine.discovery`), and the times of the model's blocks unless they are cached.
-Noisy times are measured again, for longer. If a type of device still has no usable times, the
-costs of all types come from operation counts.
+Noisy times are measured again with more repetitions. If a device type has no usable times, costs of all types come from
+operation counts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-# (repetitions, number of token counts) of the first measurement and of a second, longer one.
+# (repetitions, number of token counts) of a first and a second measurement.
 ATTEMPTS = ((3, 4), (8, 6))
 # Minimum tokens of the longest measured micro-batch, so that attention affects its time.
 LEAST_TOKENS = 1024
@@ -204,7 +204,7 @@ def _lines(costs: Costs, found: DiscoveredCluster, plan: Sequence[str], source: 
 def _costs(
     subject: PlanningSubject, found: DiscoveredCluster, groups: Groups, planning: Planning, more: bool
 ) -> tuple[Costs, str]:
-    """Return the model's costs on the discovered devices, equal on all ranks, and a description of their source."""
+    """Return the model's costs on the discovered devices, and a text that says where the costs come from."""
     degrees = _degrees(subject.program, max(Counter(found.places).values()))
     kinds = [StageKind(tp, sp, again) for tp in degrees for sp in {False, tp > 1} for again in (False, True)]
     schemes = tuple((tp, 1) for tp in degrees)
@@ -243,7 +243,7 @@ def _priced(subject: PlanningSubject, profile: Profile, found: DiscoveredCluster
 
 
 def state_bytes_of(program: Program, optimizer: OptimizerFactory | None) -> int:
-    """Return the bytes of state per trained element, assuming Adam if the optimizer cannot be tried."""
+    """Return the bytes of state per trained element; assume Adam if the optimizer cannot be created."""
     names = [parameter.name for bucket in program.buckets if bucket.learns for parameter in bucket.parameters]
     with suppress(Exception):
         return ADAMW_STATE_BYTES if optimizer is None else state_bytes(optimizer, names, program.dtype)
@@ -269,7 +269,7 @@ def _degrees(program: Program, most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Keys of a rank's cached profile: `shared` by its device type's ranks; `own` is used if their times differ."""
+    """Cache keys of a rank's profile: one for all ranks with its device type, one for this rank."""
 
     shared: str
     own: str

@@ -33,7 +33,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class PreparedStrategies:
-    """Graphs and checks that one machine prepared for all its ranks; `refused`: why strategies cannot run, or ""."""
+    """Graphs and checks prepared for all ranks of a machine.
+
+    Attributes:
+        refused: reason why strategies cannot run, or "".
+    """
 
     variants: Variants | None
     passed: Mapping[str, str]
@@ -41,8 +45,6 @@ class PreparedStrategies:
 
 
 class BackgroundCompile:
-    """Background process that prepares strategies."""
-
     def __init__(self, variants: Variants, check: StageCheck | None, strategies: Sequence[Strategy]) -> None:
         self._asked = (variants, check, tuple(strategies))
         self._folder = tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True)  # mode 0700
@@ -83,14 +85,18 @@ class BackgroundCompile:
                 self._process.kill()
             if not self._closed:
                 _LOG.warning(
-                    "new strategies cannot be prepared alongside training, so ranks prepare them when they switch: %s",
+                    "new strategies cannot be prepared during training, so ranks prepare them at their first use: %s",
                     error,
                 )
 
 
 @dataclass(frozen=True, eq=False)
 class StrategyPreparation:
-    """One rank's part in the preparation of new strategies; `makes`: whether this rank starts the process."""
+    """One rank's part in the preparation of new strategies.
+
+    Attributes:
+        makes: whether this rank starts the preparing process.
+    """
 
     variants: Variants
     check: StageCheck | None
@@ -105,7 +111,7 @@ class StrategyPreparation:
         try:
             prepared = offer.read()
         except (OSError, ValueError, RuntimeError) as error:
-            _LOG.warning("the graphs of new strategies cannot be read, so this rank compiles them: %s", error)
+            _LOG.warning("graphs of new strategies cannot be read, so this rank compiles them: %s", error)
             return ""
         assert isinstance(prepared, PreparedStrategies), "a preparing process writes only `PreparedStrategies`"
         if prepared.variants is not None:

@@ -29,7 +29,7 @@ from hydragraph.spec.training_workload import Workload
 if TYPE_CHECKING:
     from hydragraph.planner.plan import Plan
 
-Choices = Strategy | str | Sequence[Strategy | str] | Literal["auto"]  # texts as for `Strategy.parse`
+Choices = Strategy | str | Sequence[Strategy | str] | Literal["auto"]
 
 AUTO_CANDIDATES = 8  # maximum strategies that "auto" proposes
 SAMPLE = 16  # maximum mini-batches in a sample
@@ -68,7 +68,7 @@ def candidates_of(
         given: one strategy, several strategies, or "auto", which searches for strategies that suit the data (with
             `hg.plan` if devices differ).
         planning: profile and sample mini-batches, which "auto" requires.
-        home: owners of the state, for "auto"; None means equal shares.
+        home: owners of the state; None means equal shares.
 
     Raises:
         Unsupported: "auto" has no profile or sample, the costs are for another number of ranks, or `given` is not a
@@ -120,7 +120,7 @@ def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy,
 
 
 def home_among(world: World, program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning) -> Home:
-    """Return a home; if a rule defines it, rank 0 applies the rule for all ranks.
+    """Return the home; if a rule such as "auto" defines the home, rank 0 applies the rule.
 
     Raises:
         ValueError: the home does not fit the ranks; raised on all ranks.
@@ -226,7 +226,7 @@ def at_once_among(
     """Search quickly, while all ranks wait, for a good strategy on devices that differ; return None if there is none.
 
     Args:
-        running: earlier strategies; those of the current ranks come first.
+        running: earlier strategies, beginning with strategies of the current ranks.
     """
 
     def search() -> Strategy | None:
@@ -266,7 +266,7 @@ def _fits(program: Program, scheme: Scheme) -> bool:
 
 
 def request_of(strategies: Sequence[Strategy], planning: Planning, ranks: int, home: Home | None = None) -> PlanRequest:
-    """Return the planner's input, with the candidates' costs (rough without a profile)."""
+    """Return the planner's input: the candidates' costs, rough without a profile."""
     profile = planning.profile
     seed = planning.policy.seed
     if profile is None:
@@ -293,7 +293,7 @@ def request_of(strategies: Sequence[Strategy], planning: Planning, ranks: int, h
 def planner_of(
     strategies: Sequence[Strategy], planning: Planning, ranks: int, home: Home | None = None
 ) -> tuple[IterationPlanner, str]:
-    """Return the iteration planner, and a sentence on whether it keeps one strategy ("" if undecided)."""
+    """Return the iteration planner, and a sentence that explains whether each step chooses a strategy, or ""."""
     policy = planning.policy
     request = request_of(strategies, planning, ranks, home)
     if len(strategies) == 1 or not planning.lengths:

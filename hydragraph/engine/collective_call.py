@@ -25,7 +25,7 @@ ENDS = ("close", "leave")
 
 @dataclass(frozen=True)
 class Restriction:
-    """The only calls allowed while a loop or context of an executable is open, and the reason."""
+    """Calls allowed while a loop or context of an executable is open, and why only these."""
 
     calls: tuple[str, ...]
     why: str
@@ -66,9 +66,9 @@ class CollectiveCalls:
 
 
 def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable[Concatenate[C, P], T]]:
-    """Make a method a collective call: it is watched, ignores the caller's torch modes, and is refused after `close`.
+    """Make a method a collective call, which ignores the caller's torch modes and raises an error after `close`.
 
-    Wrong arguments raise an error without counting as a failure of this rank.
+    Wrong arguments raise an error but do not count as a rank's failure.
     """
 
     def wrap(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:

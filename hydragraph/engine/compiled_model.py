@@ -66,13 +66,12 @@ class ExecutableOptions:
 
 
 class CompiledModel:
-    """Captured model in one process, independent of the ranks.
+    """Captured model in one process.
 
     Attributes:
         tensors: state-dict key -> canonical name of the parameter or buffer.
         shell: the model without weights, or None if it is not from transformers.
-        adapted: whether the model is a peft model.
-        check: object that checks graphs before a strategy's first step, or None if this rank does not check.
+        check: checker of graphs before a strategy's first step, or None if this rank does not check graphs.
         state: detector of changes that the user makes to the model after compilation.
     """
 
@@ -161,7 +160,7 @@ class CompiledModel:
         return self.sums.alike(profile)
 
     def mini_batch(self, sequences: Batches, purpose: Purpose = "train") -> MiniBatch:
-        """Validate a mini-batch; scoring ignores fields that only the loss reads."""
+        """Validate a mini-batch; for scoring, ignore fields that only the loss reads."""
         scores = mode_of(purpose) != purpose
         fields, limits = self._read_by_scores if scores else (self._fields, self._limits)
         return MiniBatch.of(sequences, self.program.causal, fields, limits, without_targets=scores)
@@ -181,7 +180,11 @@ class CompiledModel:
         purpose: Purpose,
         update: int,
     ) -> AssignedBatch:
-        """Pack this rank's micro-batches; `update` selects the dropout masks."""
+        """Pack this rank's micro-batches.
+
+    Args:
+        update: step number, which selects dropout masks.
+    """
         draws: DropoutNumbers | None = None
         if self.program.drops:
             count = len(batch.sequences)
@@ -206,7 +209,7 @@ def of_least_cut(
 ) -> tuple[Strategy, ...]:
     """Return strategies whose stages all have the same tensor-parallel degree and sequence parallelism.
 
-    The degree is the smallest for which a strategy exists, so that strategies also run on fewer ranks.
+    The degree is the smallest for which a strategy exists, so that fewer ranks can run the strategies.
     """
     measured = profile.profile if isinstance(profile, Costs) else profile
     refused: Unsupported | None = None

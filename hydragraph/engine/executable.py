@@ -49,8 +49,9 @@ class Executable(Membership):
     """Compiled model that is ready to train; `compile` creates an executable on every rank.
 
     Attributes:
-        strategies: those that steps choose from.
-        given, wanted_home: arguments `strategy` and `home` of `compile`.
+        strategies: strategies from which steps choose.
+        given: argument `strategy` of `compile`.
+        wanted_home: argument `home` of `compile`.
         measured_seats: seats (initial ranks) of the devices in `given_profile`; None means 0, 1, ...
         spans: list to which steps append their instructions' times, or None.
         watched: whether idle ranks measure the speed of their devices; equal on all ranks.
@@ -72,13 +73,13 @@ class Executable(Membership):
                 tensor [tokens, ...] per custom field of compile's example=. The loss ignores labels of -100. Causal
                 models shift labels; shift_labels are already aligned with the predictions. A mapping may also hold a
                 right-padded batch [sequences, tokens] with its attention_mask.
-            strategy: strategy for this step, or its text; by default, the strategy given to `compile`, or the best of
-                several. Changing the strategy moves no optimizer state.
+            strategy: strategy for this step, or its text; by default, the best strategy of those given to `compile`.
+                Changing the strategy moves no optimizer state.
             divide_by: divisor of the summed losses: "targets" or "sequences" (their number in the mini-batch), or a
                 number.
 
         Raises:
-            Unsupported: no optimizer was given, or the model cannot be split as the strategy says.
+            Unsupported: no optimizer was given, or the strategy does not fit the model.
             FloatingPointError: the loss or a gradient is not finite; weights are unchanged.
             RankFailure: another rank failed; weights are unchanged.
             Stopped: a rank has set `stopping`.
@@ -101,9 +102,9 @@ class Executable(Membership):
     ) -> None:
         """Promise the arguments of the step after the next step; optional, but all ranks must make the same promise.
 
-        Ranks agree on the promised step during the step before it, which saves a synchronization. The next call of
-        `step` uses up the promise, even if that call is rejected. Once ranks agree, only `close`, `leave` and `move`
-        may be called before the promised step, and a request to stop takes effect one step later.
+        Ranks agree on the promised step during the preceding step, which saves a synchronization. If the preceding step
+        is rejected, the promise is discarded. Once ranks agree, only `close`, `leave` and `move` may be called before
+        the promised step, and a request to stop takes effect one step later.
 
         Args:
             sequences: the object that `step` will receive; it must be iterable twice and must not change.
@@ -149,7 +150,7 @@ class Executable(Membership):
 
     @property
     def change_refused(self) -> str:
-        """On rank 0, why the strategies last passed to `choose_from` cannot run, or ""."""
+        """On rank 0, the reason why strategies last passed to `choose_from` cannot run, or ""."""
         return self._chooser.refused
 
     def check(self, strategy: Strategy | str, ranks: int) -> None:
@@ -204,7 +205,7 @@ class Executable(Membership):
 
     @property
     def explanation(self) -> tuple[str, ...]:
-        """For "auto" without a profile, lines that describe the devices, the plan and its alternatives."""
+        """Description of the devices, the plan and alternative plans, for "auto" without a profile."""
         return self.planning.explanation
 
     @property
@@ -303,7 +304,7 @@ class Executable(Membership):
         pieces = self._weights(weights, to)
         next(pieces)  # `finally` runs only if the generator has begun
         if self.rank not in to:
-            return iter(list(pieces))  # its loop is empty
+            return iter(list(pieces))  # empty iterator
         self._restricted = Restriction(
             (*ENDS, "move"), "a loop over weights() has not ended; first finish this loop, or leave it with break"
         )
@@ -453,7 +454,7 @@ class Executable(Membership):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy given to `compile`, or the first of several."""
+        """The first of `strategies`."""
         return self.strategies[0]
 
     @property
@@ -468,7 +469,7 @@ class Executable(Membership):
 
     @property
     def decision(self) -> str:
-        """On rank 0, a sentence on whether one strategy is kept or every step chooses one; "" if undecided."""
+        """On rank 0, a sentence that explains whether each step chooses a strategy; "" if undecided."""
         return self._chooser.decision
 
     def _weights(self, weights: PublishedWeights, to: Sequence[int]) -> Iterator[tuple[str, Tensor]]:

@@ -34,10 +34,10 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
-PROBED_EVERY = 4  # steps
-RECENT = 4  # strategies
+PROBED_EVERY = 4  # steps between speed probes
+RECENT = 4  # most strategies in `_recent`
 
-_Running = tuple[Strategy, tuple[int, ...], Purpose]  # strategy, micro-batch counts, purpose
+_Running = tuple[Strategy, tuple[int, ...], Purpose]  # integers: micro-batch counts
 
 
 class IterationRunner(CollectiveCalls):
@@ -68,7 +68,7 @@ class IterationRunner(CollectiveCalls):
         self._ran: dict[int, _Running] = {}  # the last two iterations, by number
         self._recent: tuple[Strategy, ...] = ()
         self._lasted: float | None = None  # duration of the last step in seconds
-        self._prepared: set[tuple[Strategy, Purpose]] = set()  # prepared by every rank
+        self._prepared: set[tuple[Strategy, Purpose]] = set()  # on every rank
 
     @property
     def _session(self) -> Session:
@@ -116,14 +116,14 @@ class IterationRunner(CollectiveCalls):
         )
 
     def _run(self, inputs: Inputs, purpose: Purpose) -> tuple[MiniBatch, AssignedBatch, IterationOutcome, float]:
-        """Run one iteration; mark errors that all ranks raise together as `agreed`, not as rank failures."""
+        """Run one iteration; errors that all ranks raise together do not count as rank failures."""
         self._holding.begin()
         trains = purpose == "train"
         log.at_step(self.steps + trains)
         began = time.perf_counter()
         self._communications += 1
         coming: AgreedStep | None = None
-        if trains:  # even if this step is rejected, the promise is used up
+        if trains:  # a rejected step discards the promise
             coming, self._next = self._next, None
         with self._watch.step(self._communications, self._describe):
             promised = self._promised is not None

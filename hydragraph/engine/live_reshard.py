@@ -83,7 +83,7 @@ class LiveReshard:
         route = Route(learning, old.layouts, new.layouts, columns)
         StateTransfer(route, _gradients(old), _gradients(new), self.ending.groups, Channel.MOVE).finish()
         if self.ending.optimizer is not None and self.arriving.optimizer is not None:
-            # Values such as the learning rate may have changed since the start.
+            # The learning rate, for example, may have changed during the handover.
             own = plain_state(old, self.ending.optimizer)
             assert own is not None, "plain_state returns None only without an optimizer"
             plain = merged([UnshardedState(**own), *self._plains])

@@ -1,4 +1,4 @@
-"""Connection of an executable to ranks that may join or leave, and movement of state between them."""
+"""Connection of an executable to ranks that join or leave, and movement of state between ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Membership(IterationRunner):
-    """Base class that connects ranks and moves state between them; `Executable` documents the attributes."""
+    """Base class that connects ranks and moves state between ranks; `Executable` documents the attributes."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Membership(IterationRunner):
         self.device = world.device
         self.progress_s = options.progress_s
         self.past = StrategyHistory()
-        self.joined = 0  # generation of the state's ranks, or 0
+        self.joined = 0  # generation of connected ranks, or 0
         self._optimizer = optimizer
         self.planning = planning or Planning()
         self._first_profile = self.planning.profile
@@ -196,17 +196,16 @@ class Membership(IterationRunner):
         """Continue with other ranks or other owners of the state; all ranks of the new world must call this.
 
         Call `move` after a failure or between two steps; joining ranks use an executable compiled with `joining=True`.
-        The state and hyperparameters come from surviving ranks. If only some ranks have finished a step, all ranks
-        finish it. Every rank keeps its old state until all ranks have the new state; if the move fails, connect the
-        ranks again and repeat the move.
+        The state and hyperparameters come from surviving ranks. If only some ranks have finished a step, all other
+        ranks finish the step. Every rank keeps its old state until all ranks have the new state. If the move fails,
+        connect the ranks again and repeat the move.
 
         Args:
             world: this process's place in the new world, with an initialized process group, or the current world.
             home: new owners of the state; by default the home given to `compile`.
-            before: for each rank of the new world, its previous rank, or None if it joins. Previous ranks that are
-                not listed are lost.
-            restore: checkpoint as for `load`, which all ranks read if a part of the state is lost. Joining ranks must
-                pass it too.
+            before: each rank's previous number, or None for a joining rank. Unlisted previous ranks are lost.
+            restore: checkpoint, as for `load`, that all ranks read if a part of the state is lost. Joining ranks must
+                pass the same checkpoint.
             strategy: strategies to choose from; by default the current strategies, which must then fit the new ranks.
             profile: new costs of strategies.
 
@@ -261,7 +260,7 @@ class Membership(IterationRunner):
     def rehome(self, home: Home | str) -> None:
         """Move state to the owners of another home during the next step; all ranks must call this.
 
-        Results are bitwise equal to those of a `move` after that step, but training waits only for gradients that move.
+        Results are bitwise equal to those of a `move` after the step, but training waits only for moving gradients.
         The handover is discarded if a rank is lost, or if another call loads or moves the state.
 
         Raises:

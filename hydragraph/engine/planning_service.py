@@ -34,7 +34,7 @@ class PlanService:
         self._changed = threading.Condition()
         self._workers: list[Worker | None] = [None] * workers
         self._number = 0  # the request's version
-        self._told = [-1] * workers  # each process's version of the request; -1: none
+        self._told = [-1] * workers  # version of the request that each process has, or -1
         self._closed = False
         self.answered = False
         self._threads = [
@@ -64,7 +64,7 @@ class PlanService:
             return self._plans.pop(lengths)
 
     def change(self, request: PlanRequest, forget: bool = False) -> None:
-        """Use new candidates and costs from now on; plan submitted mini-batches again, or discard them if `forget`."""
+        """Use new candidates and costs, and plan submitted mini-batches again or, if `forget`, discard them."""
         with self._changed:
             self._request = request
             self._number += 1
@@ -90,7 +90,7 @@ class PlanService:
             with self._changed:
                 number = self._number
                 planned = lengths not in self._plans or self._plans[lengths] is not None
-            if planned:  # or discarded; a mini-batch may be queued twice
+            if planned:  # or discarded
                 continue
             plan = self._answered(index, lengths)
             with self._changed:

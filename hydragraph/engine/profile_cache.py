@@ -1,6 +1,6 @@
 """Cache of measured profiles.
 
-Devices are measured again if their speeds, relative to each other, have changed much.
+Devices are measured again if the ratios of their speeds have changed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.frontend import user_cache
 from hydragraph.runtime.device_reports import ALIKE, DeviceReport
 
-# Minimum ratio of a device's slower to its faster speed, of the stored and the current one. The same CPU may be half as
-# fast at another start, and runs compare expected with measured times.
+# Minimum ratio of the slower to the faster of a device's stored and current speeds. A CPU may be half as fast in
+# another run.
 UNCHANGED = 0.5
 
 _LOG = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
     """Return a digest of everything that a profile depends on, except the device's speed.
 
     Args:
-        together: largest number of ranks of this type on one node, which share the node's cores.
+        together: largest number of ranks with this device type on one node, where ranks share cores.
         others: the model, dtype, backend and settings, with a stable `repr`.
     """
     memory = round(report.memory_bytes / 1e9, 1)
@@ -53,7 +53,7 @@ class CachedProfile:
 
 
 def recall_profile(key: str, report: DeviceReport, type_: str | None = None) -> CachedProfile | None:
-    """Return the stored profile whose speed is closest to the device's, if one is within a factor of `UNCHANGED`."""
+    """Return the stored profile measured at the speed closest to the device's, if within a factor of `UNCHANGED`."""
     best: tuple[float, float, Path] | None = None
     for path in folder().glob(f"{key}-*.json"):
         try:
@@ -75,7 +75,7 @@ def recall_profile(key: str, report: DeviceReport, type_: str | None = None) -> 
 
 
 def equally_changed(devices: Sequence[CachedProfile]) -> bool:
-    """Return whether the devices' current speeds have the same ratios, within `ALIKE`, as when they were measured."""
+    """Return whether all devices' speeds have changed by the same factor, within `ALIKE`, since they were measured."""
     speedups = [device.speedup for device in devices]
     return min(speedups) >= ALIKE * max(speedups)
 

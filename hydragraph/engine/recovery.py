@@ -7,7 +7,7 @@
             hg.survive(exe, failure)
 
 `survive` connects the ranks again in the same processes, moves the state to new owners and chooses a strategy that
-fits. Either `survive` finishes the interrupted step, or the loop repeats it.
+fits. Either `survive` finishes the interrupted step, or the loop repeats the step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Survived:
         why: the failure's description.
         ending: reason why these ranks may only save and end, or "" if they continue.
         read: bytes that this rank read from pieces, by storage ("memory", "disk" or "store").
-        finished: whether the last step raised an error on this rank and was finished by this call.
+        finished: whether the last step raised an error on this rank and was finished by `survive`.
     """
 
     generation: int
@@ -85,12 +85,12 @@ class Survived:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Functions that return what to restore if state is lost; they are called after the ranks have met.
+    """Functions that find a checkpoint if state is lost, called after the ranks have reconnected.
 
     Attributes:
-        newest: returns a checkpoint; all ranks use that of the first rank that has one.
+        newest: returns a checkpoint; all ranks use the first rank's result that is not None.
         pieces: returns this rank's pieces; the newer of checkpoint and pieces is read.
-        set_aside: renames a damaged checkpoint; returns whether there is an earlier one.
+        set_aside: renames a damaged checkpoint, and returns whether an earlier checkpoint exists.
     """
 
     newest: Callable[[], Path | None]
@@ -99,11 +99,11 @@ class Checkpoints:
 
 
 class _SetAside(Exception):  # noqa: N818
-    """Raised on all ranks after a damaged checkpoint was renamed."""
+    """Exception raised on all ranks after a damaged checkpoint was renamed."""
 
 
 def survive(exe: Executable, failure: BaseException | None = None, restore: Restore | None = None) -> Survived:
-    """Connect the surviving and new ranks, and move the state to them; all these ranks must call this.
+    """Connect surviving and new ranks, and distribute the state; all surviving and new ranks must call this.
 
     The call updates `exe.world`, `exe.strategies` and `exe.steps`. Set the learning rate from `exe.steps`, which
     is lower after a restore from a checkpoint.
@@ -127,11 +127,11 @@ def survive(exe: Executable, failure: BaseException | None = None, restore: Rest
 def meet_again(
     exe: Executable, failure: BaseException | None, saved: Checkpoints, rates: Mapping[int, float] | None = None
 ) -> Survived:
-    """Recover as `survive` does, but if too few ranks are left, return instead of raising.
+    """Recover as `survive` does, but return instead of raising TooFewRanks.
 
     Args:
-        rates: None to use the best strategy. Otherwise, ranks use the first good strategy; on the rank that monitors
-            speeds, `rates` has the slowdowns by member number.
+        rates: None to search for the best strategy. Otherwise, ranks use the first good strategy, and on the rank that
+            monitors speeds, `rates` maps member numbers to slowdowns.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
@@ -231,7 +231,7 @@ def _move(
         sources = world.gather((saved.newest(), pieces is not None))
         path = next((checkpoint for checkpoint, _ in sources if checkpoint is not None), None)
         if pieces is None and any(has_pieces for _, has_pieces in sources):
-            pieces = Pieces()  # empty
+            pieces = Pieces()
     restore: Restore | None = path
     if pieces is not None:
         restore = pieces if path is None else (pieces, path)
@@ -247,7 +247,7 @@ def _move(
 
 
 def _free_frames(failure: BaseException | None) -> None:
-    """Free the failed step's tensors, held by the traceback."""
+    """Free the failed step's tensors, which the traceback references."""
 
     def free() -> None:
         errors = [failure]
@@ -273,13 +273,13 @@ def _measured(exe: Executable, world: World, generation: Generation, seats: Sequ
 
 
 def seats_of_fewer(world: World) -> Sequence[int]:
-    """Return the seats (initial ranks) of `world`'s ranks if the launch asked for more ranks, else ()."""
+    """Return each rank's seat (initial rank) if fewer ranks started than the launch requested, else ()."""
     member = here()
     return () if member is None or world.ranks >= member.ranks else [peer.seat for peer in member.peers]
 
 
 def begin_with_fewer(exe: Executable, model: nn.Module, world: World, seats: Sequence[int]) -> None:
-    """Distribute the model's weights if fewer ranks started than asked for; all ranks must call this."""
+    """Distribute the model's weights if fewer ranks started than requested; all ranks must call this."""
     home = home_for(exe.wanted_home, seats)
     profile = costs_for(exe.given_profile, seats, home)
     if exe.given == "auto" and exe.planning.strategies:
@@ -298,7 +298,7 @@ def strategies_for(
     past: StrategyHistory | None = None,
     seats: Sequence[int] = (),
 ) -> tuple[Strategy, ...]:
-    """Return the given strategies that suit these ranks, else planned ones, else one like the first given."""
+    """Return the given strategies that fit the ranks; if none fits, return planned or adapted strategies."""
     choices = exe.given
     lengths = exe.planning.lengths
 
@@ -332,10 +332,10 @@ def strategies_for(
 def costs_for(
     given: Profile | Costs | None, seats: Sequence[int], home: Home, priced: Sequence[int] | None = None
 ) -> Profile | Costs | None:
-    """Return the costs of strategies on the devices in these seats.
+    """Return the costs of strategies on the ranks' devices.
 
     Args:
-        seats: seat of each rank. If a seat is not in the cluster, devices are assumed to be identical.
+        seats: seat (initial rank) of each rank. If a seat is not in the cluster, devices are assumed to be identical.
         priced: seats of the devices in `given`; default: 0, 1, ...
     """
     if not isinstance(given, Costs):
@@ -347,7 +347,7 @@ def costs_for(
 
 
 def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) -> Home:
-    """Derive a home for ranks in these seats (initial ranks) from the home for all seats.
+    """Derive the home of ranks with the given seats (initial ranks) from the home of all seats.
 
     Args:
         wanted: home with shares by seat; a seat without a share gets the average.
