@@ -1,6 +1,6 @@
-"""Part of an executable that depends on its ranks and on its home (which ranks own which state).
+"""Part of an executable that depends on the ranks and on the home (the owners of the state).
 
-A session is recreated when ranks join or leave, or when state moves; the executable and its compiled graphs are kept.
+A session is recreated when ranks join or leave, or when state moves. The executable keeps its compiled graphs.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Session:
         """Run an iteration.
 
         Args:
-            says: function, called after the computation, that returns this rank's message (see `saying`).
+            says: function that returns the result of `saying`, called after the computation.
         """
         prepared = self.preparer.get(work.strategy, work.assignment.counts, purpose)
         batches: dict[int, Mapping[str, Tensor]] = {}
@@ -179,7 +179,7 @@ class Session:
         Args:
             shards, names: as for `gather`; buckets without parameters in `names` are skipped.
             to: ranks that receive the tensors, on their devices; other ranks get {}.
-            dtype: function that returns the dtype to send for a bucket's parameter names; by default the shards' dtype.
+            dtype: function from a bucket's parameter names to the dtype to send; by default the shards' dtype.
         """
         world = self.world
         for bucket in (b for b in self.program.buckets if b.name in shards):
@@ -210,7 +210,11 @@ class Session:
 
 @dataclass(frozen=True)
 class RanksCompared:
-    """Comparison of all ranks' next calls; `stopping` is the largest stop request, or 0."""
+    """Comparison of all ranks' next calls.
+
+    Attributes:
+        stopping: largest stop request, or 0.
+    """
 
     same: bool
     unsaved: bool
@@ -229,7 +233,7 @@ def _same(old: Layout, new: Layout) -> Layout:
 
 
 def _optimizer(factory: OptimizerFactory | None, state: HomeState, groups: Groups) -> torch.optim.Optimizer | None:
-    """Create this rank's optimizer; if that fails on a rank, or settings differ, raise an error on every rank."""
+    """Create this rank's optimizer; raise an error on every rank if one rank fails or settings differ."""
     optimizer: torch.optim.Optimizer | None = None
     refused: Exception | None = None
     try:

@@ -1,7 +1,7 @@
 """Comparison of losses and gradients with those of the unmodified model in plain PyTorch.
 
-The reference runs one sequence at a time, and shares no code with the system under test, except for the random numbers
-of dropout (`Masks`).
+The reference runs one sequence at a time. The only code that it shares with the tested executable draws the random
+numbers of dropout (`Masks`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hydragraph.spec.strategy import Strategy
 
 LOSS_TOLERANCE = 1e-5  # relative
 GRADIENT_TOLERANCE = 1e-5  # relative to the norm of a parameter's gradient
-GLOBAL_TOLERANCE = 1e-7  # added, relative to the norm of all gradients, because some exact gradients are 0 (key biases)
+GLOBAL_TOLERANCE = 1e-7  # relative to the norm of all gradients; exact gradients of key biases, for example, are 0
 
 Sequences = Sequence[Tensor | Mapping[str, Tensor]]
 # Maps a sequence's index in the mini-batch (-1 for no dropout) and length to a context that applies dropout masks.
@@ -38,7 +38,7 @@ class Verifiable(Protocol):
 
 @dataclass(frozen=True)
 class Reference:
-    """One device's mean loss per target, and its gradients by parameter name."""
+    """Mean loss per target and gradients by parameter name, from one device."""
 
     loss: float
     gradients: Mapping[str, Tensor]
@@ -123,7 +123,7 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
     """Return the row with the largest `ratio`.
 
     Raises:
-        ValueError: strategy and reference have gradients of different parameters (the strategy's zeros do not count).
+        ValueError: strategy and reference have nonzero gradients of different parameters.
     """
     silent = {name for name, gradient in gradients.items() if not gradient.any()}  # experts without tokens
     different = sorted((expected.gradients.keys() ^ gradients.keys()) - silent)

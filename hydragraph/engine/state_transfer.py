@@ -29,7 +29,7 @@ from hydragraph.runtime.state_movement import CHUNK, OwnedState, Route, agreed_c
 
 _WHAT = "move"
 
-# A directory written by `Executable.save`, pieces written by `Executable.keep`, or both; the newer is read.
+# A directory written by `Executable.save`, pieces written by `Executable.keep`, or both, to read the newer checkpoint.
 Restore = str | Path | Pieces | tuple[Pieces, str | Path]
 
 
@@ -39,7 +39,7 @@ class Moved:
 
     Attributes:
         step: last step that the state includes, identical on all ranks.
-        finished: whether this step raised an error on this rank and the move then finished it. If so, step your
+        finished: whether the last step raised an error on this rank, but the move finished the step. If so, step your
             learning-rate scheduler once more.
         restored: step of the checkpoint that was read, or None if no state was lost.
         read: number of bytes that this rank read from pieces, as in `recovery.Survived`.
@@ -56,11 +56,11 @@ class Moved:
 
 @dataclass(frozen=True)
 class LoadedSession:
-    """Result of filling a session.
+    """Result of loading state into a session.
 
     Attributes:
         restored: whether `extra` comes from a checkpoint.
-        buffers: persistent buffers, from a checkpoint or, if a rank joins, from a rank that has them.
+        buffers: persistent buffers, from a checkpoint or, if a rank joins, from another rank.
     """
 
     restored: bool
@@ -118,7 +118,7 @@ def bring(
     """Fill a new session's state without changing the old state; all ranks call this.
 
     Args:
-        old: this rank's old session, or None if it has no valid state.
+        old: this rank's old session, or None for a rank without state.
         buffers: this rank's persistent buffers.
 
     Raises:
@@ -161,7 +161,7 @@ def bring(
 def _read(
     session: Session, route: Route, restore: Restore | None, nobody: bool, buffers: Mapping[str, Tensor]
 ) -> LoadedSession:
-    """Read the complete state from a checkpoint; surviving parts are newer, so they are unusable."""
+    """Read the complete state from a checkpoint, and ignore newer parts of the state that survived."""
     if restore is None and nobody:
         raise ValueError(
             "move: all ranks that had the state are lost, and no checkpoint is given: start again, or give a "
@@ -217,7 +217,7 @@ def _steps_of(path: Path) -> int:
 
 
 def parts(restore: Restore) -> tuple[Pieces | None, Path | None]:
-    """Return the pieces and the directory to read from; raise TypeError for other arguments."""
+    """Return the pieces and the directory to read from; raise TypeError for other types."""
     if isinstance(restore, Pieces):
         return restore, None
     if isinstance(restore, tuple) and [isinstance(source, Pieces) for source in restore] == [True, False]:
@@ -241,7 +241,7 @@ def _taken(session: Session, found: RecoveryResult) -> LoadedSession:
 
 
 def kept(session: Session, old: Session | None) -> Session:
-    """Return the new session with the old optimizer object, to which schedulers refer."""
+    """Return the new session with the old optimizer object, which schedulers reference."""
     if old is None or old.optimizer is None or session.optimizer is None:
         return session
     optimizer, new = old.optimizer, session.optimizer

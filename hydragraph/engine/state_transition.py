@@ -1,4 +1,4 @@
-"""Current session of a rank, and the arriving session that its state is moving to.
+"""A rank's current session, and the arriving session to which the state is moving.
 
 current      arriving         meaning
 none         none             a rank that was compiled to join others
@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 class StateTransition:
     def __init__(self, start: Callable[[], Iterable[Mapping[str, Tensor]]] | None) -> None:
-        """Start without a session; `start` returns initial weights, and is called unless weights are loaded first."""
+        """Start without a session; call `start` for initial weights unless weights are loaded first."""
         self.held: Session | None = None
         self.handover: LiveReshard | None = None
         self.generation = 0
@@ -58,7 +58,7 @@ class StateTransition:
         self._start = None
 
     def standing(self, rank: int) -> RankStates | None:
-        """Return the states that this process offers as rank `rank`, or None if it has none."""
+        """Return the states that this process offers as rank `rank`, or None without a session."""
         before, self._called = self._called, (*self._called, rank)
         if self.held is None:
             return None
@@ -67,7 +67,7 @@ class StateTransition:
         return RankStates(_held(self.held, self.generation), arrived, before)
 
     def agree(self, meeting: AgreedState, rank: int) -> bool:
-        """Switch to the agreed state; return whether this rank finished a step that others had finished."""
+        """Switch to the agreed state; return whether this rank had to finish the last step."""
         if self._whole and meeting.generation == self._ahead:
             self.take()
         self._arriving = None

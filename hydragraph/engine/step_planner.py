@@ -54,7 +54,7 @@ class IterationPlanner:
             self._service.submit(tuple(lengths))
 
     def plan(self, lengths: Sequence[int]) -> IterationPlan:
-        """Return a mini-batch's plan; the next call reuses it if lengths are equal (scoring, then training).
+        """Return a mini-batch's plan; the next call reuses the plan if its lengths are equal.
 
         Raises:
             Unsupported: no candidate can run the longest sequence.
@@ -72,10 +72,10 @@ class IterationPlanner:
         return replace(self._latest[1], hidden_s=0.0)
 
     def _anew(self, key: tuple[int, ...], began: float) -> IterationPlan:
-        # Planning processes know only the static candidate, if any.
+        # If a static candidate is set, planning processes know only it.
         if not self._static_takes(key):
             if self._service is not None:
-                self._service.take(key, 0.0)  # discards a plan announced before a change
+                self._service.take(key, 0.0)  # discards a plan announced before `change`
             return self._planned(answer(self._request, key), began, None)
         if self._service is None or not self._service.submit(key):
             return self._planned(answer(self._chosen, key), began, self.static)

@@ -12,7 +12,7 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class TrainingPeriod:
-    """Ranks that trained together, and their `strategies`, most recent first; both contain seats instead of ranks."""
+    """Seats of ranks that trained together, and their strategies by seat, most recent first."""
 
     seats: frozenset[int]
     strategies: tuple[Strategy, ...]
@@ -20,7 +20,11 @@ class TrainingPeriod:
 
 @dataclass(frozen=True)
 class StrategyHistory:
-    """History known to one process; `seats` are the current ranks' seats, by default 0, 1, ..."""
+    """Strategies that one process knows.
+
+    Attributes:
+        seats: the current ranks' seats, by default 0, 1, ...
+    """
 
     seats: tuple[int, ...] | None = None
     eras: tuple[TrainingPeriod, ...] = ()
@@ -37,9 +41,9 @@ class StrategyHistory:
         return replace(self, eras=(TrainingPeriod(here, tuple(ran)[:KEPT]), *earlier)[:KEPT])
 
     def among(self, seats: Sequence[int]) -> tuple[Strategy, ...]:
-        """Return earlier strategies, with seats renumbered by position in `seats`; other seats get higher numbers.
+        """Return earlier strategies with ranks numbered by position in `seats`; other seats get higher numbers.
 
-        Strategies that ran on the same seats come first, then the others, most recent first.
+        Strategies that ran on exactly these seats come first. The order is otherwise most recent first.
         """
         number = {seat: rank for rank, seat in enumerate(seats)}
         for era in self.eras:

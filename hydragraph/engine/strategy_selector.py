@@ -35,10 +35,10 @@ class _Told:
 
 
 class StrategySelector:
-    """Chooser of every iteration's strategy and assignment; rank 0 plans and broadcasts the plan.
+    """Selector of every iteration's strategy and assignment; rank 0 plans and broadcasts the plan.
 
     Args:
-        before: the previous chooser; this chooser closes it and reuses its planning processes.
+        before: previous selector, which is closed, and whose planning processes are reused.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StrategySelector:
         """
         if self._ready:
             raise Unsupported(
-                "the strategies of an earlier call have just become ready, and the next step chooses among them",
+                "strategies of an earlier call have just become ready, and the next step chooses among them",
                 where="choose_from",
                 remedy="call choose_from again after that step",
             )

@@ -1,4 +1,4 @@
-"""Compilation for an absent GPU: the code of a graph is written to Inductor's cache."""
+"""Compilation for an absent GPU, which writes graphs' code to Inductor's cache."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BuiltKernel:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: a kernel with its source, or a library's operator."""
+    """Launch of a kernel with its source, or of a library's operator."""
 
     name: str
     source: str
@@ -63,7 +63,7 @@ _LIBRARIES = ("extern_kernels.", "torch.ops.")
 
 @contextmanager
 def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]:
-    """Let Inductor, with a fresh cache, compile for an absent GPU; add the kernels to `kernels`, keyed by source.
+    """Let Inductor compile for an absent GPU with a fresh cache, and store kernels by source in `kernels`.
 
     Raises:
         Unsupported: Triton's interpreter is on, or PyTorch's CPU build finds no C++ compiler.

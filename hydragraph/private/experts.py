@@ -1,4 +1,4 @@
-"""Traceable backward of transformers' grouped matrix product for experts, which transformers up to 5.20 omits."""
+"""Traceable backward for transformers' grouped matrix product, because transformers up to 5.20 has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of a graph's values, fake tensors and symbolic sizes, to plain data and back.
+"""Conversion of a graph's values (fake tensors and symbolic sizes) to plain data and back.
 
 A size is a number, or an expression over the graph's symbols "s0", "s1", ..., such as "2*s0".
 """
@@ -42,7 +42,7 @@ class ValueEncoder:
         """Return a node's value as data; None for unneeded values, such as symbolic floats.
 
         Args:
-            storages: identifiers that replace those of the tensors' storages, in order.
+            storages: identifiers of the tensors' storages, in order, to use instead of actual identifiers.
 
         Raises:
             ValueError: a size depends on a tensor's values.
@@ -79,7 +79,7 @@ class ValueDecoder:
         self._mode: FakeTensorMode | None = None
 
     def value(self, data: Data) -> Any:
-        """Return the encoded value; its tensors do not share storages."""
+        """Return the decoded value, whose tensors share no storages."""
         if not isinstance(data, list):
             return self._size(data)
         if data[0] == "list":
@@ -118,7 +118,7 @@ _LONGEST = 500  # characters in an expression
 
 
 def size_of(size: object, hints: Sequence[int]) -> int:
-    """Return a size's value in the trace, from unvalidated data; raise ValueError if it is not a possible size."""
+    """Return the value of an unvalidated size in the trace; raise ValueError for invalid sizes."""
     if isinstance(size, str):
         numbers = {f"s{i}": hint for i, hint in enumerate(hints)}
         try:

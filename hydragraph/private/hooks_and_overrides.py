@@ -42,7 +42,7 @@ def _hooks(owner: Any, tables: dict[str, str], prefix: str = "") -> Iterator[tup
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the kind and the function of each hook of a module, except harmless hooks."""
+    """Yield the kind and function of each hook of a module, except hooks in `_HARMLESS`."""
     for kind, hook in _hooks(module, _OF_MODULES):
         if not isinstance(hook, WeightNorm) and getattr(hook, "__module__", "") not in _HARMLESS:
             yield kind, hook
@@ -190,7 +190,7 @@ def shares_elements_with_itself(tensor: Tensor) -> bool:
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int] | None:
-    """Return the address of a tensor's first byte and the address after its last byte, or None."""
+    """Return the addresses of a tensor's first byte and after its last byte, or None without memory."""
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -17,9 +17,9 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
 from hydragraph.kernels.triton_jit import why_not
 from hydragraph.private.tracing import hint_of, new_symbol
 
-LEAST = 2  # value of a symbol, because Inductor specializes 0 and 1
+LEAST = 2  # smallest value of a symbol, because Inductor specializes 0 and 1
 
-Code = Callable[[list[Any]], Sequence[Any]]  # a call empties the list that it is given
+Code = Callable[[list[Any]], Sequence[Any]]  # empties the list passed to it
 Condition = Callable[[Sequence[int]], bool]  # takes sizes
 
 
@@ -39,7 +39,7 @@ def missing_compiler(device: torch.device) -> str | None:
 
 
 def fake_like(value: Tensor, device: torch.device, strides: Sequence[int] | None = None) -> Tensor:
-    """Return a fake tensor with the shape and dtype of another; it is contiguous unless strides are given."""
+    """Return a fake tensor with a value's shape and dtype, contiguous unless strides are given."""
     assert isinstance(value, FakeTensor)
     with value.fake_mode:
         if strides is None:
@@ -63,9 +63,9 @@ def symbols_of(values: Iterable[object]) -> list[sympy.Symbol]:
 
 
 def sources(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, int | None, int]]:
-    """For each symbol, return where a run can read it: symbol -> (index of a value, dimension, factor).
+    """Map each symbol to a value that determines its size: (index of the value, dimension, factor).
 
-    The symbol is the size of this dimension divided by the factor; for a SymInt value, the dimension is None.
+    The symbol is the dimension's size divided by the factor. The dimension is None for a SymInt value.
     """
     places: dict[sympy.Symbol, tuple[int, int | None, int]] = {}
     for index, value in enumerate(values):
@@ -116,7 +116,7 @@ def compile_graph(
 
     Args:
         inputs, outputs: fake values, from any trace.
-        hints: symbol -> the size to tune for; the compiled code takes the symbols first, in this order.
+        hints: symbol -> size to tune for. The compiled code's first arguments are the symbols, in this order.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner

@@ -19,7 +19,11 @@ def aten_operators(names: str) -> frozenset[Any]:
 
 
 class OperatorArgument(NamedTuple):
-    """One argument of a call; if `aliased`, the result can share its memory, or the operator writes into it."""
+    """Argument of a call.
+
+    Attributes:
+        aliased: whether the operator writes into the argument or can return its memory.
+    """
 
     name: str
     value: Any

@@ -88,7 +88,7 @@ def _nccl_of(group: dist.ProcessGroup) -> Any:
 
 
 def nvlink_peers(gpu: int) -> set[int]:
-    """Return the numbers of the GPUs that one GPU reaches through NVLink; none if PyTorch cannot tell."""
+    """Return the numbers of GPUs that NVLink connects to a GPU, or an empty set if unknown."""
     try:
         found = torch._C._distributed_c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink")
     except (AttributeError, RuntimeError):

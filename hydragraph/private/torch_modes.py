@@ -12,7 +12,7 @@ from hydragraph.errors import Unsupported
 
 @contextmanager
 def own_modes(where: str) -> Iterator[None]:
-    """Ignore the caller's modes in this context: trace gradients even under `no_grad` and `inference_mode`.
+    """Ignore the caller's modes in this context: compute gradients even under `no_grad` and `inference_mode`.
 
     Raises:
         Unsupported: under autocast, or with a default dtype other than float32.

@@ -35,7 +35,7 @@ _ALIASES = aten_operators("detach alias")  # detach until PyTorch 2.13, alias in
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A graph input; strings in its shape name run-time sizes."""
+    """Graph input; strings in `shape` are names of run-time sizes."""
 
     shape: tuple[int | str, ...]
     dtype: torch.dtype
@@ -134,7 +134,7 @@ def constant_of(value: torch.Tensor) -> float | None:
 
 @contextlib.contextmanager
 def one_pass() -> Iterator[None]:
-    """Trace without the cache of fake results, garbage collection and stack traces, which take a third of the time."""
+    """Trace without cached fake results, garbage collection and stack traces, which take a third of the time."""
     from torch._dynamo import config  # imports the compiler
 
     collects = gc.isenabled()
@@ -167,7 +167,7 @@ def _any_convolution() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what torch.export writes to stderr (logs, whole graphs) before it raises an exception."""
+    """Silence logs and graphs that torch.export writes to stderr before raising an exception."""
     from torch.export import _trace  # loads much of the compiler
 
     with (
@@ -180,9 +180,9 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def decided() -> Iterator[None]:
-    """During tracing, evaluate conditions with one value for all sizes; torch.export would postpone them.
+    """During tracing, evaluate conditions on sizes, which torch.export would postpone.
 
-    Otherwise, a view's strides would contain min(64, 64 * T), and attention would reject `is_causal=T > 1`.
+    Postponed, a view's strides would contain min(64, 64 * T), and attention would reject `is_causal=T > 1`.
     """
     attention = F.scaled_dot_product_attention
 
@@ -261,7 +261,7 @@ def meta_as_cpu() -> Iterator[None]:
 
 
 def _fake_inputs(mode: FakeTensorMode, specs: Sequence[TensorSpec], hints: dict[str, int]) -> list[torch.Tensor]:
-    """Create a fake CPU tensor per spec; equal names share a symbol, and if "T" and "T/2" occur, "T" is 2 * "T/2"."""
+    """Create a fake CPU tensor per spec. Equal names share a symbol; if "T" and "T/2" occur, "T" is 2 * "T/2"."""
     symbols = {name: new_symbol(mode, i, hint) for i, (name, hint) in enumerate(hints.items())}
     for name in symbols:
         whole, _, parts = name.partition("/")
@@ -412,7 +412,7 @@ def subgraph(
     """Return a graph of `nodes`, in this order, that returns `results`.
 
     Args:
-        inputs: node -> name of the placeholder that replaces it.
+        inputs: node -> name of the placeholder that replaces the node.
     """
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}

@@ -8,7 +8,7 @@ from unittest import mock
 
 
 def transformers_with_models() -> Any:
-    """Import transformers and its models, and read their folders only once."""
+    """Import transformers and its models; read each model's folder only once."""
     import transformers
     from transformers.utils import import_utils
 

@@ -16,7 +16,7 @@ from hydragraph.runtime.streams import DeviceStreams, Mark
 
 _LOG = logging.getLogger(__name__)
 
-AHEAD = 2  # maximum idle buffers of one size; beyond it, `take` waits until the device has read one
+AHEAD = 2  # maximum idle buffers of one size before `take` waits for the device to read one
 
 Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]  # by number of elements and dtype
 

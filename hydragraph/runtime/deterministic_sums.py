@@ -32,7 +32,8 @@ class Deterministic:
 
     Attributes:
         device: kind of device, equal on all ranks.
-        degree, sequence_parallel: settings of all stages. The degree is None before the first strategy.
+        degree: tensor-parallel degree of all stages, or None before the first strategy.
+        sequence_parallel: whether all stages use sequence parallelism.
     """
 
     device: str
@@ -79,7 +80,6 @@ class Deterministic:
                     raise Unsupported(what, where=f"{_WHERE}, strategy {strategy}", remedy=remedy)
 
     def _problems(self, stage: Stage, cut: tuple[int, bool]) -> Iterator[tuple[str, str]]:
-        """Yield what is wrong with a stage, and the remedy."""
         if cut != (self.degree, self.sequence_parallel):
             yield (
                 f"a stage has {_cut(*cut)}, but others have {_cut(self.degree, self.sequence_parallel)}: sums over "
@@ -110,7 +110,7 @@ class Deterministic:
 
     def check_count(self, sequences: int) -> None:
         """Raise `Unsupported` unless sums over this many sequences are exact."""
-        # Each rank of a stage may add a part per sequence, and a tied weight gets two.
+        # Each rank of a stage may add a part per sequence; tied weights get two parts.
         most = MOST // (2 * (self.degree or 1))
         if sequences > most:
             raise Unsupported(

@@ -26,9 +26,9 @@ from hydragraph.runtime.speed_probe import MOST_S, SIZES, SpeedProbe
 from hydragraph.runtime.streams import synchronise
 from hydragraph.version import __version__
 
-# Minimum ratio, within a type, of a rank's speed to the median, and of the smaller memory to the larger.
+# Minimum ratio, within a device type, of a rank's speed to the median speed, and of two memory sizes.
 ALIKE = 0.8
-# Maximum probes per device, if devices of one name differ in speed; the fastest is used.
+# Maximum probes per device if devices of one name differ in speed; the fastest counts.
 PROBES = 6
 COPIED = 1 << 25
 # Packages that must have the same version on all hosts.
@@ -40,9 +40,9 @@ class DeviceReport:
     """Report of one rank's device.
 
     Attributes:
-        node: name of the node; its ranks share memory and network cards.
-        memory_bytes: bytes that the rank may use; ranks that share a device or host split its memory.
-        products_per_s, flops_per_s: speed of small matrix products.
+        node: name of the node, whose ranks share memory and network cards.
+        memory_bytes: bytes that the rank may use; ranks on the same device or host split the memory.
+        products_per_s: small matrix products per second.
         threads: compute threads on a CPU; 0 on a GPU.
         details: compute capability, PCI address and peers (by NVLink or PCIe) of a GPU, or cores of a CPU; NUMA nodes;
             network interfaces.

@@ -1,8 +1,8 @@
 """Execution of links (transfers of a bucket to another layout), each as one collective of all ranks.
 
-A push to a home with two copies has two links. On the first link, each first owner sums all ranks' gradients; on the
-second, it sends the sums to the second owner. Gradients are summed in rank order, so a repeated step gives bitwise
-equal results.
+A push to a home with two copies has two links. On the first link, each first owner sums all ranks' gradients. On the
+second link, first owners send sums to second owners. Gradients are summed in rank order, so repeated steps are bitwise
+equal.
 
     source buffer --gather--> outgoing --all-to-all--> incoming --scatter--> target buffer
     [source]                  [sum(sent)]              [sum(received)]       [target]
@@ -37,9 +37,10 @@ class Exchange:
     Attributes:
         sends: pieces of the local source buffer, ordered by peer, including this rank.
         receives: pieces of the local target buffer, in the same order.
-        sent, received: elements per peer.
-        native: "all_gather" or "reduce_scatter", if it can move the data without intermediate buffers.
-        stays: whether all data stays on its rank, so messages are skipped.
+        sent: elements per receiving peer.
+        received: elements per sending peer.
+        native: "all_gather" or "reduce_scatter" if such a collective needs no intermediate buffers.
+        stays: whether all data stays on its rank, without messages.
     """
 
     sends: tuple[Piece, ...]
@@ -160,7 +161,7 @@ def _per_peer(peer: np.ndarray, length: np.ndarray, ranks: int) -> tuple[int, ..
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Execution of an exchange. Each method starts to move data; the function that it returns waits for the end."""
+    """Execution of an exchange. Each method starts to move data, and returns a function that waits for the end."""
 
     exchange: Exchange
     groups: Groups
@@ -216,9 +217,9 @@ class Transfer:
         return replace(push, then=lambda: transfer._handed(home))
 
     def pull(self, home: Tensor, dtype: torch.dtype) -> Finish:
-        """Move values; at the end, they are in a 1-D target in `dtype`, taken from `buffers`.
+        """Move values into a 1-D tensor of `dtype` from `buffers`.
 
-        If the exchange is an identity without a cast, the target is the home shard itself.
+        If the exchange is an identity without a cast, the result is the home shard itself.
         """
         exchange, buffers = self.exchange, self.buffers
         if exchange.is_identity and home.dtype == dtype:
@@ -298,7 +299,7 @@ class Transfer:
         target = _part(home, exchange.target_at, exchange.target)
         outgoing = self._gathered(_part(home, exchange.source_at, exchange.source), home.dtype)
         incoming = target if exchange.in_order else self.buffers.take(sum(exchange.received), home.dtype)
-        # Not on the channel of pushes, because ranks interleave sums and pushes differently.
+        # Ranks interleave sums and pushes differently, so sums need a separate channel.
         message = self._send(Channel.COMMIT, incoming, outgoing)
 
         def put() -> Tensor:
