@@ -45,7 +45,7 @@ from hydragraph.runtime.streams import DeviceStreams, Mark, streams_of
 from hydragraph.runtime.thread_times import ThreadTimes, unknown
 
 _ROW = 1024
-# Stream that produces each kind of value; other kinds arrive as messages.
+# Stream that produces each kind of value; values of other kinds arrive as messages.
 _MADE_BY = {
     ValueKind.WEIGHTS: Stream.PULL,
     ValueKind.COPYING: Stream.OFFLOAD,
@@ -95,14 +95,14 @@ class _Iteration:
     aux_buffers: Mapping[str, Tensor]
     scored: ScoredSequences | None
     values: dict[Value, Any] = field(default_factory=dict)
-    arriving: dict[Value, Pending | CopiedTensors] = field(default_factory=dict)  # also outgoing messages
+    arriving: dict[Value, Pending | CopiedTensors] = field(default_factory=dict)  # includes outgoing messages
     serving: dict[Value, Pending] = field(default_factory=dict)  # pulls in which this rank only sends
     pushing: dict[Value, Pending] = field(default_factory=dict)
     pushed: bool = False
     views: dict[Value, dict[str, Tensor]] = field(default_factory=dict)  # weights or gradients -> parameter -> shard
     staying: dict[Value, set[int]] = field(default_factory=dict)  # saved values -> storages not to offload
     received: set[Value] = field(default_factory=set)
-    consumed: list[Mark] = field(default_factory=list)  # where the device has read received values
+    consumed: list[Mark] = field(default_factory=list)  # after the device's reads of received values
     added: set[str] = field(default_factory=set)  # parameters with a gradient
     sums: dict[Value, list[Tensor]] = field(default_factory=dict)  # gradients -> exact sums
     largest: Tensor | None = None  # the largest value added to `sums`
@@ -169,9 +169,9 @@ class Executor:
 
         Args:
             batches: packed micro-batches of this rank's pipelines, by micro-batch number (`ir.rank_program.Role`).
-            update: called with the gradient norm if it is finite.
+            update: function called with a finite gradient norm.
             says: function that returns `SAYS` integers below 2**53, which this rank sends to all ranks at the commit.
-                It is called while gradients are in flight.
+                The function is called while gradients are in flight.
             scored: positions of the sequences in the mini-batch if sequences are scored, else None.
         """
         timing.kinds = len(self._program.kinds)
@@ -356,7 +356,7 @@ class Executor:
         for name in part.added:
             arguments += self._total(it, instruction, block.names[name])
         results = part.backward(*arguments)
-        # Drop all references to saved values before gradients are summed, because memory peaks here.
+        # Summing gradients needs most memory, so first drop all references to saved values.
         it.values[instruction.reads[0]] = None
         del kept
         operands.clear()
@@ -423,7 +423,7 @@ class Executor:
             it.arriving[back] = CopiedTensors(self.streams, self.streams.mark(), kept)
 
     def _total(self, it: _Iteration, backward: Instruction, name: str) -> tuple[Tensor, float]:
-        """Return a parameter's gradient buffer, and the factor for its current content: 0.0 at first, then 1.0."""
+        """Return a parameter's gradient buffer, and the factor for the buffer's content: 0.0 at first, then 1.0."""
         bucket = self._home.pieces[name].bucket
         summed = (value for value in backward.writes if value.kind is ValueKind.GRADIENTS)
         value = next(value for value in summed if value.bucket == bucket)
@@ -581,8 +581,8 @@ class Executor:
         rows = torch.zeros(world.ranks, len(row), dtype=torch.float64, device=self._device)
         rows[world.rank] = torch.tensor(row, dtype=torch.float64)
         totals = torch.cat([parts.flatten(), rows.flatten(), scores.flatten()])
-        # A rank may update once it has passed the commit. From then on, the others must be able to update even if a
-        # rank is lost.
+        # Some ranks may update as soon as the commit ends. From then on, all other ranks must be able to update even if
+        # a rank is lost.
         if self.beside is not None:
             self.beside.end()
         self._log.gathered()
@@ -613,7 +613,7 @@ class Executor:
         return totals, 1.0
 
     def _exact_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Return (parts [2, 3], scale); over ranks, row 0 adds up to the loss, row 1 to the squared norm * scale**2.
+        """Return parts [2, 3] and a scale. Summed over ranks, row 0 is the loss, row 1 the squared norm * scale**2.
 
         Raises:
             FloatingPointError: a gradient is too large for exact sums; raised on all ranks.
@@ -655,7 +655,7 @@ _RUN: dict[Op, Callable[[Executor, _Iteration, Instruction], None]] = {
 
 
 def laid_out(value: Tensor) -> Tensor:
-    """Return a value with the strides of a received tensor, because the order of sums in kernels depends on strides."""
+    """Return a value with the strides of a received tensor, because kernels' order of sums depends on strides."""
     if value.is_contiguous() and not value.storage_offset():
         return value
     return value.clone(memory_format=torch.contiguous_format)
@@ -670,5 +670,5 @@ def square_sum(values: Tensor) -> Tensor:
 
 
 def message_tag(value: Value) -> int:
-    """Return the message tag of an activation or its gradient, equal on both ranks."""
+    """Return the message tag of an activation or its gradient, for sender and receiver."""
     return 2 * value.micro_batch + (value.kind is ValueKind.ACTIVATION_GRADIENT)

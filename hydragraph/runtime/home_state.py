@@ -26,7 +26,7 @@ class OwnedPart:
 
     Attributes:
         intervals: intervals [lo, hi) in canonical order (cut dimension first), ascending, disjoint and non-empty.
-        counted: for each interval, whether this rank, not its other owner, counts it in norms and writes it to files.
+        counted: for each interval, whether this rank, as first owner, counts it in norms and writes it to files.
         at: offset in the bucket's shard.
     """
 
@@ -62,7 +62,7 @@ class HomeState:
     Attributes:
         weights: bucket name -> 1-D fp32 tensor of this rank's shard.
         gradients: as `weights`, for trained buckets only.
-        counted: views of those gradients that this rank, not their other owner, counts in norms.
+        counted: views of gradients that this rank, as first owner, counts in norms.
         pieces: parameter name -> part that this rank owns, possibly empty, in model order.
         parameters: parameter name -> 1-D fp32 view into `weights`; has no `.grad` outside updates.
     """
@@ -145,7 +145,7 @@ class HomeState:
 
 
 def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (name, low, high, start): a parameter that begins at `start`, and its overlap [low, high) with [lo, hi)."""
+    """Yield (name, low, high, start) of each parameter that starts at `start` and overlaps [lo, hi) in [low, high)."""
     for parameter, start in zip(bucket.parameters, bucket.offsets().values(), strict=True):
         low = max(lo, start)
         high = min(hi, start + parameter.size)
@@ -208,7 +208,7 @@ def check_factory(given: OptimizerFactory | None) -> None:
 
 
 def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.Optimizer:
-    """Call the user's factory, and check its optimizer.
+    """Create an optimizer with the user's factory, and check it.
 
     Raises:
         Unsupported: all parameters are frozen, or the optimizer needs whole tensors or has other parameters.
@@ -220,7 +220,7 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
             where="optimizer",
             remedy="set requires_grad on the parameters to train before compiling, or pass optimizer=None to evaluate",
         )
-    whole = _whole_options(factory, state)  # first: the function may keep its last optimizer
+    whole = _whole_options(factory, state)  # first, because factories may store their last optimizer
     try:
         optimizer = call_factory(factory, named)
     except Unsupported:
@@ -269,7 +269,7 @@ _BY_SHAPE = (
 
 
 def _whole_options(factory: OptimizerFactory, state: HomeState) -> dict[str, dict[str, Any]] | Exception:
-    """Return each parameter's options for the model's own shapes, or the factory's error."""
+    """Return each parameter's options if the factory gets whole tensors, or its error."""
     shapes = ((name, p, state.pieces[name].parameter.shape) for name, p in state.named())
     named = [(name, nn.Parameter(p.new_zeros(()).expand(shape))) for name, p, shape in shapes]
     try:

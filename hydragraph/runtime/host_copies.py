@@ -1,6 +1,6 @@
 """Copies of saved tensors in host memory; each storage is copied once.
 
-A fetched tensor has the original's sizes, strides and bytes, so a backward's results are bitwise equal.
+A fetched tensor has the original's sizes, strides and bytes, so offloading does not change results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Key = tuple[int, torch.dtype]  # address and dtype
 
 @dataclass(frozen=True)
 class HostCopy:
-    """Saved values in order; copied tensors become views of the 1-D host `storages`."""
+    """Saved values, with views of the 1-D host `storages` for copied tensors."""
 
     saved: tuple[Any, ...]
     storages: Mapping[Key, Tensor]
@@ -55,7 +55,7 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def copy_to_host(saved: Sequence[Any], staying: Container[int]) -> HostCopy:
-    """Copy saved tensors on the current stream, except small tensors and those with storage addresses in `staying`."""
+    """Copy saved tensors on the current stream, except small tensors and tensors whose storages are in `staying`."""
     storages: dict[Key, Tensor] = {}
 
     def moved(value: Any) -> Any:
@@ -67,7 +67,7 @@ def copy_to_host(saved: Sequence[Any], staying: Container[int]) -> HostCopy:
         key = (storage_address(value), value.dtype)
         if key not in storages:
             whole = value.as_strided((size // value.element_size(),), (1,), 0)
-            storages[key] = whole.to("cpu", non_blocking=True, copy=True)  # pinned from a GPU
+            storages[key] = whole.to("cpu", non_blocking=True, copy=True)  # pinned if from a GPU
         return SavedView(key, value.size(), value.stride(), int(value.storage_offset()))
 
     return HostCopy(tuple(moved(value) for value in saved), storages)

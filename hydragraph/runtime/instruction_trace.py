@@ -28,8 +28,8 @@ class RankTimes:
     """One rank's times of an iteration, sent to all ranks at the commit.
 
     Attributes:
-        seconds: time from the rank's first instruction to the commit, before which all work ends.
-        own: for each template in `Program.kinds`, seconds that its blocks took, without waits for other ranks.
+        seconds: time from the rank's first instruction until all work before the commit has ended.
+        own: for each template in `Program.kinds`, seconds of its blocks, without waits for other ranks.
         ran: seconds of `own` (or, if no block ran, the probe) during which the thread ran; 0 if unknown.
         queued: seconds of `own` (or the probe) during which the thread waited for its core; 0 if unknown.
         probe: products per second in a probe (`runtime.speed_probe`), or 0.
@@ -121,8 +121,8 @@ class Timing:
 
         Args:
             kind: the template's index in `Program.kinds`.
-            waited: function that returns the total seconds of waits for other ranks.
-            scheduled: reader of this thread's times, like `thread_times.Scheduled`.
+            waited: function that returns the total seconds waited for other ranks.
+            scheduled: reader of this thread's times, like `ThreadTimes`.
         """
         before = waited()
         ran, queued = scheduled()
@@ -141,7 +141,7 @@ class Timing:
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """Time an instruction; for communication, only its start."""
+        """Time an instruction, or only the start of a communication."""
         if self.spans is None:
             yield
             return

@@ -1,8 +1,8 @@
 """Measurement of links within and between nodes, and of network cards.
 
 A pair of ranks exchanges messages of increasing size. The receiver answers with the smallest message, so that each
-direction is timed separately. The fastest of several repetitions is used. If the pairs between two nodes are slower
-when all send at once, they share network cards.
+direction is timed separately. The fastest of several repetitions counts. Pairs of ranks on two nodes share network
+cards if messages are slower when all pairs send at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class MeasuredLinks:
 
     Attributes:
         inner: link within each node in its slower direction, or None for a node with one rank.
-        outbound, inbound: link from and to each node, or None for a single node.
+        outbound: link from each node, or None for a single node.
+        inbound: as `outbound`, to each node.
         cards: estimated number of network cards of each node.
     """
 
@@ -68,7 +69,7 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
             link = link_of(times[by_node[one][0], by_node[other][0]])
             outbound[one] = _faster(outbound[one], link)
             inbound[other] = _faster(inbound[other], link)
-        if number < 1 + len(by_node) % 2:  # until every node has been in a pair
+        if number < 1 + len(by_node) % 2:  # until every node was in a pair
             _count_cards(groups, by_node, games, times, cards)
     return MeasuredLinks(tuple(inner), tuple(outbound), tuple(inbound), tuple(cards), messages)
 
@@ -120,7 +121,7 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
 
 
 def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
-    """Time messages in both directions between disjoint pairs of ranks, all at once."""
+    """Time messages in both directions between disjoint pairs, all pairs at once."""
     rank = groups.world.rank
     by_pair: dict[Pair, list[tuple[int, float]]] = {way: [] for pair in pairs for way in (pair, pair[::-1])}
     left = list(pairs)
@@ -155,7 +156,7 @@ def round_trip(groups: Groups, pair: Pair, size: int, repeats: int = REPEATS) ->
 
 
 def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = REPEATS) -> list[float]:
-    """Return the seconds of each exchange: a message of `size` bytes, then an answer of `answer` bytes."""
+    """Return the seconds of each message of `size` bytes with its answer of `answer` bytes."""
     rank = groups.world.rank
     other = pair[1] if rank == pair[0] else pair[0]
     messages = [torch.zeros(n, dtype=torch.uint8, device=groups.world.device) for n in (size, answer)]

@@ -39,7 +39,7 @@ class Pending:
 
     Args:
         at_once: whether to queue the exchange's end right after its start, if the device queues waits. Pass False if
-            this would delay the stream's later work.
+            the wait would delay later work.
     """
 
     def __init__(self, streams: DeviceStreams, stream: Stream, finish: Finish, at_once: bool = True) -> None:
@@ -66,14 +66,14 @@ class Pending:
         return self._end is not None or self._finish.ready
 
     def go_on(self) -> None:
-        """Wait for the current exchange, and start the second one."""
-        assert self._finish.then is not None, "nothing follows"
+        """Wait for the current exchange, and start the second."""
+        assert self._finish.then is not None, "no exchange follows"
         with self._streams.on(self._stream):
             self._finish.result()
             self._finish = self._finish.then()
 
     def __call__(self) -> Tensor:
-        """Make the current stream wait, and return the value; its memory stays allocated while the stream uses it."""
+        """Make the current stream wait for the value, and return it; its memory stays allocated while used."""
         value, mark = self.end()
         self._streams.wait(mark)
         self._streams.hold(value)

@@ -36,11 +36,11 @@ CAPACITY = 64  # large, because micro-batch counts vary
 
 @dataclass(frozen=True, eq=False)
 class BoundBlock:
-    """Block with the graphs that this rank runs, and their inputs.
+    """Block with this rank's graphs and their inputs.
 
     Attributes:
         aux: template input -> index of the aux graph's output.
-        starts: integer inputs: the first row of this rank's vocabulary shard, and the block's index.
+        starts: the first row of this rank's vocabulary shard, and the block's index, as inputs.
         enters: whether, under sequence parallelism, the hidden state comes from another stage.
         leaves: whether, under sequence parallelism, the result leaves the stage.
     """
@@ -58,12 +58,13 @@ class BoundBlock:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """One rank's program with all its data.
+    """One rank's program and data.
 
     Attributes:
-        pulls, pushes: exchanges by name, which is the bucket's name or, in a streamed stage, a name per use.
+        pulls: exchanges by bucket name or, in a streamed stage, by a name for each use of a bucket.
+        pushes: as `pulls`, for gradients.
         handings: exchanges to second owners, by the name of each bucket's last push.
-        adds: pushes that follow another push of the same bucket, and so add to the owners' gradients.
+        adds: pushes that add to the owners' gradients, because they follow another push of the bucket.
         at_home: buckets whose gradients accumulate directly in this rank's gradient shard.
         shards: for each bucket that this rank uses, parameter name -> (offset, length) in the local buffer.
     """
@@ -86,7 +87,7 @@ class Prepared:
 
 @dataclass(eq=False)
 class Preparer:
-    """Builder of one rank's prepared programs, of which at most `capacity` are cached."""
+    """Builder of one rank's programs, with a cache of `capacity` programs."""
 
     _program: Program
     _variants: Variants
@@ -105,7 +106,11 @@ class Preparer:
         self._halves: dict[Variant, Mapping[Work, BackwardPart]] = {}
 
     def get(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose) -> Prepared:
-        """Return this rank's program; `counts` are the pipelines' numbers of micro-batches."""
+        """Return this rank's program.
+
+        Args:
+            counts: number of micro-batches in each pipeline.
+        """
         return self._known.get((strategy, counts, purpose), lambda: self._prepare(strategy, counts, purpose))
 
     def describe(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose, rank: int) -> RankProgram:
@@ -151,7 +156,7 @@ class Preparer:
         first, end = stage.blocks[visit]
         scores = program is not self._program and block is program.blocks[-1]
         others = [i for i in template.inputs if i.startswith("other.")]
-        # Pipelines that share a stage agree on its neighbours.
+        # A shared stage has the same neighbours in all pipelines.
         role = next(role for role in stage.roles if role.visit == visit)
         return BoundBlock(
             variant,

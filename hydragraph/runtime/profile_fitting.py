@@ -44,7 +44,7 @@ class CurveFit:
     """Fitted time of micro-batches.
 
     Attributes:
-        constants: 0 if the measurements do not show them.
+        constants: fitted constants; 0 if not measurable.
         residual: root mean square relative error, weighted by time.
         quadratic: fraction of the longest micro-batch's time that attention takes.
     """
@@ -55,10 +55,10 @@ class CurveFit:
 
     @property
     def failure(self) -> str | None:
-        """Return why the fit is unusable, or None if it is usable."""
+        """Reason why the fit is unusable, or None."""
         k = self.constants
         numbers = f"(a = {k.a:.3g}, b = {k.b:.3g}, c = {k.c:.3g}, residual {self.residual:.1%})"
-        # With short windows, quadratic cost looks linear, so the fit may confuse both.
+        # With short windows, quadratic cost looks linear, so the fit may count it as linear.
         if not k.near and (k.a <= 0 or self.quadratic < LEAST_QUADRATIC):
             return f"the quadratic part is below the noise: measure longer sequences {numbers}"
         if k.b <= 0 and not any(constant > 0 for _, constant in k.near):
@@ -72,7 +72,7 @@ class CurveFit:
 
     @property
     def doubt(self) -> str | None:
-        """Return a warning if the constants are usable but uncertain, else None."""
+        """Warning about usable but uncertain constants, or None."""
         if self.constants.near or self.quadratic >= 2 * self.residual:
             return None
         return (
@@ -210,7 +210,7 @@ def fit_profile(
 
     Args:
         blocks: templates of the model's blocks, in order.
-        found: measurements by kind of stage, including plain stages of each scheme's degree.
+        found: measurements by kind of stage, including `StageKind(tp)` for each scheme's degree.
         messages: (bytes, seconds) of messages; empty for one rank.
     """
     unfit = {}
@@ -308,7 +308,7 @@ def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
 
 
 def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Minimize weighted squared relative errors; columns are scaled, because they differ by up to 10^10."""
+    """Minimize weighted squared relative errors, with scaled columns, because columns differ by up to 10^10."""
     from scipy.optimize import nnls  # imported here, because few ranks compute fits
 
     root = np.sqrt(weights)

@@ -1,7 +1,7 @@
 """Measurement of a profile: times of templates (graphs that equal blocks share), not of models or strategies.
 
 Each distinct template is measured for each kind of stage and micro-batch, with its real collectives. The time of a
-stage is the sum of its templates' times. As in training, all groups of ranks run simultaneously; medians are used.
+stage is the sum of its templates' times. As in training, all groups of ranks run simultaneously. Times are medians.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ class MeasuredModel:
 
     Attributes:
         vocabulary: exclusive upper bound of token ids.
-        positions: exclusive upper bound of position ids, or None if unlimited. In longer sequences, position ids
-            repeat.
+        positions: exclusive upper bound of position ids, or None if unlimited. Position ids repeat in longer sequences.
         type: name of the device's type, or "" for the name that the device reports.
     """
 
@@ -84,7 +83,7 @@ class MeasureSettings:
 
     Attributes:
         schemes: schemes to measure; each needs only the ranks of one stage.
-        repeats: repetitions of each measurement after a warm-up; for templates, the maximum.
+        repeats: maximum repetitions of each measurement after a warm-up.
         points: number of token counts to measure, from longest / 64 to longest.
     """
 
@@ -124,7 +123,7 @@ class MeasureSettings:
 
 @dataclass(frozen=True)
 class DevicePlace:
-    """Node and type of a rank's device; each stage is measured on equal places."""
+    """Node and type of a rank's device; ranks of a measured stage have equal places."""
 
     node: str
     type: str
@@ -160,11 +159,11 @@ def measure_types(
     messages: Sequence[tuple[int, float]] | None = None,
     split: bool = False,
 ) -> tuple[Profile, tuple[str, ...]]:
-    """Measure device types; return their profiles, and each rank's type.
+    """Measure all device types; return one profile, and each rank's type.
 
     Args:
         messages: (bytes, seconds) of messages, if already measured.
-        split: whether to divide types by measured times.
+        split: whether to split types if devices' times differ.
     """
     program = subject.program
     world = groups.world
@@ -274,7 +273,7 @@ def host_memory() -> int:
 def device_memories(groups: Groups) -> list[float]:
     """Return the bytes of memory that each rank may use, excluding contexts and communicators on a GPU.
 
-    Ranks on one host or GPU split its memory equally.
+    Ranks on one host or GPU split the memory equally.
     """
     here = socket.gethostname()
     free = host_memory()
@@ -363,7 +362,7 @@ def standard_error(seconds: Sequence[float]) -> float:
 
 
 def _bytes_of(piece: BlockPiece) -> tuple[float, float, float]:
-    """Return the bytes per token that a block keeps, its temporary bytes per token, and its bytes at 0 tokens."""
+    """Return a block's kept bytes per token, temporary bytes per token, and bytes at 0 tokens."""
     assert piece.held is not None, "a measured block must have known memory"
     lines = piece.held
     constant, kept = map(sum, zip(lines.saved, lines.output, strict=True))
@@ -592,7 +591,7 @@ class _Timing:
 
     @property
     def counted(self) -> Sequence[Sequence[Sequence[tuple[float, float]]]]:
-        """All repetitions except the first, or both if there are two that agree."""
+        """All repetitions except the first, or exactly two repetitions that agree."""
         return self.turns if len(self.turns) == 2 and self.error < PRECISE else self.turns[1:]
 
     @property
@@ -606,7 +605,7 @@ class _Timing:
         )
 
     def seconds(self, rank: int, count: int) -> tuple[float, float]:
-        """Return a rank's median and standard error."""
+        """Return a rank's median seconds and standard error for `count` blocks."""
         samples = [count * sum(map(sum, turn[rank])) for turn in self.counted]
         error = stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else math.inf
         return median(samples), math.sqrt(math.pi / 2) * error

@@ -19,7 +19,7 @@ class RoundedWeights:
         self._versions: dict[str, int] = {}
 
     def of(self, bucket: str) -> Tensor:
-        """Return a frozen bucket's weights, or else its copy (rounded again if weights changed outside the kernel)."""
+        """Return a frozen bucket's weights, or a trained bucket's copy, rounded again if weights have changed."""
         weights = self._home.weights[bucket]
         if bucket not in self._copies:
             return weights
@@ -35,7 +35,7 @@ class RoundedWeights:
 
 
 def rounded(home: HomeState, dtype: torch.dtype, optimizer: torch.optim.Optimizer | None) -> RoundedWeights | None:
-    """Return copies that an optimizer maintains, or None."""
+    """Return rounded weights that an optimizer maintains, or None."""
     if not isinstance(optimizer, AdamW) or dtype not in (torch.bfloat16, torch.float16):
         return None
     kept = RoundedWeights(home, dtype)

@@ -1,4 +1,4 @@
-"""Saved views, stored as sizes and strides while the viewed data is elsewhere: streamed weights, offloaded storages.
+"""Views of freed data (streamed weights, offloaded storages), stored as sizes and strides.
 
 A real view would keep the data's buffer alive, or show other data after the buffer is reused.
 """
@@ -15,7 +15,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SavedView:
-    """View of the 1-D tensor that `key` identifies; `at` is the view's offset in elements."""
+    """View of a 1-D tensor.
+
+    Attributes:
+        key: identifier of the tensor.
+        at: offset in elements.
+    """
 
     key: Hashable
     size: torch.Size
@@ -37,7 +42,7 @@ def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
 
 
 def restored(saved: Sequence[Any], tensors: Mapping[Any, Tensor]) -> list[Any]:
-    """Return saved values with `SavedView`s of these tensors replaced by real views."""
+    """Return saved values with `SavedView`s of `tensors` replaced by real views."""
 
     def view(value: Any) -> Any:
         if not isinstance(value, SavedView) or value.key not in tensors:

@@ -17,7 +17,7 @@ class OwnedBoxes:
     """This rank's boxes of one tensor of the checkpoint.
 
     Attributes:
-        boxes: offsets -> a view of the elements, in natural order.
+        boxes: offsets -> view of a box's elements, in natural order.
     """
 
     shape: torch.Size
@@ -30,7 +30,7 @@ class OwnedBoxes:
 
 
 def sharded(piece: OwnedPart, flat: Tensor, once: bool = False) -> OwnedBoxes:
-    """View this rank's 1-D part of a parameter (in canonical order) as boxes of the parameter's own shape.
+    """View this rank's 1-D part of a parameter (in canonical order) as boxes in the parameter's shape.
 
     Args:
         once: whether to skip elements that another owner writes.

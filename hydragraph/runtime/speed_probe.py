@@ -16,7 +16,7 @@ from hydragraph.runtime.streams import synchronise
 from hydragraph.runtime.thread_times import ThreadTimes, unknown
 
 SIZES = {"cpu": 128, "cuda": 2048}  # rows and columns
-MOST_S = 0.25  # a probe's duration
+MOST_S = 0.25  # longest probe
 STOP_S = 0.01  # if a product takes longer, the process was stopped
 
 
@@ -44,10 +44,10 @@ class _ClockReading:
 
 
 class SpeedProbe:
-    """Probe of one device, which takes `most_s` seconds.
+    """Probe of one device; a call takes `most_s` seconds.
 
     Args:
-        scheduled: reader of this thread's times, like `thread_times.Scheduled`.
+        scheduled: reader of this thread's times, like `ThreadTimes`.
     """
 
     def __init__(

@@ -2,11 +2,11 @@
 
 Remaining ranks are at most one update apart, because every step ends with a commit of all ranks:
 
-    a rank was lost            state of the others                           recovery
+    a rank was lost            state of other ranks                          recovery
     before the commit          no rank has updated                           drop the gradients, repeat the step
-    after the commit           some ranks have updated, and the others       the others also update without messages,
-                               have all gradients at home                    with the norm from the commit
-    in its own update          the others have updated                       no recovery is needed
+    after the commit           some ranks have updated, and all owners       remaining ranks update without messages,
+                               have all gradients                            with the norm from the commit
+    in its own update          other ranks have updated                      no recovery is needed
 
 A process whose update was interrupted counts as a newcomer.
 """
@@ -25,7 +25,7 @@ class StatePlace:
 
     Attributes:
         generation: number of earlier moves.
-        home: owners of the state; its `nodes` are set if there are two copies.
+        home: owners of the state, with `nodes` set if there are two copies.
     """
 
     generation: int
@@ -84,7 +84,7 @@ class RankStates:
 
     Attributes:
         arrived: complete state brought by a move, to which the rank has not switched yet.
-        called: numbers that this rank has had since it got `held`, in worlds that did not complete a move.
+        called: numbers that this rank has had, since it got `held`, in worlds whose moves failed.
     """
 
     held: HeldState
@@ -92,7 +92,7 @@ class RankStates:
     called: tuple[int, ...] = ()
 
     def of(self, generation: int) -> HeldState | None:
-        """Return the rank's state of a generation, or None if it is missing or an interrupted update damaged it."""
+        """Return the rank's state of a generation, or None if missing or damaged by an interrupted update."""
         states = (self.held, self.arrived)
         return next((s for s in states if s and s.place.generation == generation and not s.progress.torn), None)
 
@@ -103,7 +103,7 @@ class AgreedState:
 
     Attributes:
         generation: generation of the agreed state, or -1 if no rank has any state.
-        before: for each rank, its number in the agreed state, or None without valid state.
+        before: each rank's number in the agreed state, or None without valid state.
         updates: number of updates after all ranks have finished their step.
         leader: first rank that has finished its step, whose hyperparameters are used.
     """
@@ -121,7 +121,7 @@ def meet(standings: Sequence[RankStates | None], before: Sequence[int | None]) -
     """Agree on the state of the model. The function is pure, and its arguments are equal on all ranks.
 
     Args:
-        standings: standing of each new rank, or None if the rank never had any state.
+        standings: states of each new rank, or None if the rank never had any state.
         before: number of each new rank in the previous world, or None for a newcomer.
 
     Raises:
@@ -146,7 +146,7 @@ def meet(standings: Sequence[RankStates | None], before: Sequence[int | None]) -
                 "give the last number"
             )
     alive = {new: standing for new, standing in enumerate(standings) if standing and before[new] is not None}
-    # A rank switches only after all ranks have received their state.
+    # A rank switches to new state only after all ranks have received it.
     newest = max((standing.held.place.generation for standing in alive.values()), default=-1)
     states = {new: state for new, standing in alive.items() if (state := standing.of(newest))}
     updates = max((state.progress.updates for state in states.values()), default=0)

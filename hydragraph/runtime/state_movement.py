@@ -46,7 +46,7 @@ class OwnedState:
 
     @staticmethod
     def of(home: HomeState, optimizer: torch.optim.Optimizer | None) -> OwnedState:
-        """Return the current state, sharing its tensors."""
+        """Return the current state without copying tensors."""
         if optimizer is None:
             return OwnedState(home, {})
         return OwnedState(home, {name: optimizer.state.get(p, {}) for name, p in home.parameters.items()})
@@ -69,7 +69,7 @@ class OwnedState:
         return OwnedState(home, states)
 
     def tensors(self, parameter: str) -> dict[str, Tensor]:
-        """Return those optimizer states of a parameter that have a value per element."""
+        """Return a parameter's optimizer states that have a value per element."""
         states = self.states.get(parameter, {})
         return {name: value for name, value in states.items() if isinstance(value, Tensor) and value.dim()}
 
@@ -129,7 +129,7 @@ class MovedPart:
     size: int
 
     def views(self, state: OwnedState, at: int, columns: Columns) -> list[Tensor]:
-        """Return each column's elements in a state that has them at `src_at` or `dst_at`."""
+        """Return each column's elements in a state; `at` is `src_at` or `dst_at`."""
         first = at - state.home.pieces[self.parameter].at
         tensors = (state.column(self.parameter, column) for column in columns[self.parameter])
         return [column[first : first + self.size] for column in tensors]
@@ -179,7 +179,7 @@ class Route:
             yield window
 
     def parts(self, window: Mapping[str, tuple[int, int]], rank: int) -> Iterator[MovedPart]:
-        """Yield the parts of a window that a rank sends, receives or keeps, in the same order at both ends."""
+        """Yield the parts of a window that a rank sends, receives or keeps; order is equal on sender and receiver."""
         for bucket in self.buckets:
             if bucket.name not in window:
                 continue
@@ -209,7 +209,7 @@ class _UnderWay:
 
 @dataclass(eq=False)
 class StateTransfer:
-    """Transfer of columns to new owners, in the same windows and order on all ranks. Every rank must finish it.
+    """Transfer of columns to new owners. All ranks transfer the same windows in the same order, and must finish.
 
     Args:
         old: this rank's state, which must not change before the transfer is finished.
@@ -228,7 +228,7 @@ class StateTransfer:
         self._under_way: deque[_UnderWay] = deque()
 
     def go_on(self) -> None:
-        """Store arrived windows and send more, without waiting."""
+        """Store arrived windows and send more windows, without waiting."""
         while self._under_way and (self._under_way[0].message is None or self._under_way[0].message.done):
             self._land()
         self._fill()

@@ -1,4 +1,4 @@
-"""Queues of work on one device, one per stream of a RankProgram, and the marks that order them.
+"""Queues of work on one device, one per stream of a RankProgram, and marks that order the queues.
 
 On a CPU, an operation is complete when its call returns, and the host waits for communication. On CUDA, the host only
 queues work, and marks are events for which other streams wait.
@@ -46,7 +46,7 @@ class CudaClock(Clock):
 
 
 class DeviceStreams:
-    """A device's queues. This class is for a CPU, which has none, so most methods do nothing.
+    """A device's queues. This class is for a CPU without queues, so most methods do nothing.
 
     Attributes:
         queued: whether waits for communication are queued; if not, the host waits.
@@ -91,7 +91,7 @@ class CudaStreams(DeviceStreams):
     """Streams of a GPU; computation runs on the current stream.
 
     Args:
-        queued: whether communication is queued (NCCL or a single rank); with gloo, the host waits for it.
+        queued: whether communication is queued (NCCL or a single rank); with gloo, the host waits.
     """
 
     def __init__(self, device: torch.device, queued: bool) -> None:

@@ -57,7 +57,7 @@ def call_factory(factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]
 
 
 def state_bytes(factory: OptimizerFactory, names: Sequence[str], dtype: torch.dtype) -> int:
-    """Return the bytes per element: fp32 weight, optimizer state and, for `hydragraph.AdamW`, 16-bit copy."""
+    """Return the state's bytes per element: fp32 weight, optimizer state and, for `hydragraph.AdamW`, 16-bit copy."""
     named = [(name, nn.Parameter(torch.ones(2))) for name in names]
     for _, parameter in named:
         parameter.grad = torch.ones(2)
@@ -78,7 +78,7 @@ def _constructed(error: Exception) -> type[torch.optim.Optimizer] | None:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise Unsupported unless an optimizer updates all elements alike, without hooks; cheap enough for every step."""
+    """Raise Unsupported unless an optimizer updates all elements alike, without hooks."""
     kind = type(optimizer)
     if not isinstance(optimizer, ELEMENTWISE):
         raise _not_elementwise(kind)

@@ -1,4 +1,4 @@
-"""Kernel statistics of a thread: how long it ran, and how long it waited for its core, without stops by CPU quotas."""
+"""Kernel statistics of a thread: seconds running, and seconds waiting for its core, without stops by CPU quotas."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ class ThreadTimes:
 
 
 def unknown() -> tuple[float, float]:
-    """Return zeros, because a GPU does not report these times."""
+    """Return zeros, because GPUs do not report thread times."""
     return 0.0, 0.0

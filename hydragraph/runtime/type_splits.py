@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-# Minimum relative differences between types; a stage has one type.
+# Minimum relative differences in time between device types.
 BETWEEN_NODES = 0.05
 WITHIN_NODE = 0.25
 ERRORS = 3  # minimum difference in standard errors
