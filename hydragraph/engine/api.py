@@ -169,7 +169,8 @@ def compile(
             model gets its weights from `load` or, at the first step, from its initializer (seeded by `manual_seed`).
         strategy: a Strategy, its text ("<tp2,pp1> + <tp1,pp1>"), a list to choose from at each step, or "auto" to plan.
         optimizer: function that makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order, or
-            None for no training. Each tensor is a parameter's shard, or empty; do not edit its `.data`.
+            None for no training. `Executable.move` calls this function again. Each tensor is a parameter's shard, or
+            empty; do not edit its `.data`.
         max_grad_norm: global norm to which gradients are clipped, or None.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: this rank's device; by default a GPU if available.
@@ -180,11 +181,12 @@ def compile(
         backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.
         program: result of `capture` for an equal model; it replaces `example` and, by default, `loss`.
         example, blocks, check: see `capture`; each strategy is also checked before its first step.
-        progress_s: if no rank makes progress for this many seconds, all ranks write their stacks and raise an error.
+        progress_s: if no rank makes progress for this many seconds, all ranks print stack traces and raise an error.
         home: each rank's share of the state, as a `Home` or text ("3,1 copies=2", "equal", "stages"); default: "auto".
         compiled: folder written by `hydragraph compile`; missing graphs are compiled.
         trust: whether to load Inductor code from the `compiled` folder; this code runs with your permissions.
-        joining: whether this rank joins running ranks later (`Executable.move`); requires a meta model.
+        joining: whether this rank joins running ranks later (`Executable.move`). Pass the same arguments as other
+            ranks, but a meta model.
         deterministic: whether results are bitwise equal for all strategies, ranks and homes (docs/deterministic.md).
         window: maximum bytes of fp32 weights, and of fp32 gradients, in flight; by default twice the largest block's
             size, or once this size if stages are streamed.
@@ -265,7 +267,6 @@ def _backend(asked: str | None, device: torch.device, deterministic: bool) -> st
 
 
 def _held(executable: Executable, joining: bool) -> Executable:
-    """Announce that an elastic rank holds state, or connect a late rank to the running ranks."""
     if (member := here()) is not None and not comes_late():
         member.hold()
         executable.joined = member.holds
@@ -398,7 +399,7 @@ def _check_program(program: Program, folder: str | Path | None, source: _Source)
 @own_modes("precompile")
 @typed("program")
 def precompile(program: Program, strategies: Iterable[Strategy | str]) -> Variants:
-    """Compile a program's templates for strategies on the eager backend.
+    """Compile a program's templates for strategies on the eager backend. Inductor caches code on disk.
 
     While a process keeps the result, its executables and those of forked ranks (`launch`) reuse the graphs.
     """

@@ -272,7 +272,7 @@ def request_of(strategies: Sequence[Strategy], planning: Planning, ranks: int, h
     if profile is None:
         rough = tuple(rough_costs(s) for s in strategies)
         return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)
-    if isinstance(profile, Profile) and not profile.blocks:  # published constants
+    if isinstance(profile, Profile) and not profile.blocks:
         for strategy in strategies:
             if strategy.shares:
                 raise Unsupported(

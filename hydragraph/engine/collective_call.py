@@ -25,7 +25,7 @@ ENDS = ("close", "leave")
 
 @dataclass(frozen=True)
 class Restriction:
-    """Calls allowed while a loop or context of an executable is open, and why only these."""
+    """Calls allowed while an executable's loop or context is open, and why other calls are refused."""
 
     calls: tuple[str, ...]
     why: str

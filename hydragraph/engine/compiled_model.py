@@ -70,7 +70,7 @@ class CompiledModel:
 
     Attributes:
         tensors: state-dict key -> canonical name of the parameter or buffer.
-        shell: the model without weights, or None if it is not from transformers.
+        shell: the model without weights, or None for models that are not from transformers.
         check: checker of graphs before a strategy's first step, or None if this rank does not check graphs.
         state: detector of changes that the user makes to the model after compilation.
     """
@@ -226,7 +226,7 @@ def tensor_names(model: nn.Module) -> dict[str, str]:
     first = {id(p): n for n, p in model.named_parameters()}
     names = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     names |= {name: name for name, _ in model.named_buffers(remove_duplicate=False)}
-    return {key: names[key] for key in model.state_dict() if key in names}  # without `get_extra_state`
+    return {key: names[key] for key in model.state_dict() if key in names}  # without extra state
 
 
 def hash_of(tensors: Mapping[str, Tensor]) -> str:

@@ -243,7 +243,7 @@ class Executable(Membership):
 
         Returns:
             One fp32 value per sequence, in the order of the sequences, on the CPU of every rank; 0 for a sequence
-            without a target. With `entropy`, a pair of such tensors.
+            without a target. With `entropy`, two tensors: log-probabilities and entropies.
 
         Raises:
             Unsupported: the loss has no log-probability per token.
@@ -267,7 +267,7 @@ class Executable(Membership):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return `model.state_dict()` as full CPU tensors on rank 0 ({} elsewhere); all ranks must call this.
 
-        The dict includes tied aliases and persistent buffers, not extra state. Parameters are the fp32 master weights.
+        The dict includes tied aliases and persistent buffers, but no extra state. Parameters are fp32 master weights.
         """
         self._holding.begin()
         return state_dict(self._compiled, self._session)
@@ -304,7 +304,7 @@ class Executable(Membership):
         pieces = self._weights(weights, to)
         next(pieces)  # `finally` runs only if the generator has begun
         if self.rank not in to:
-            return iter(list(pieces))  # empty iterator
+            return iter(list(pieces))
         self._restricted = Restriction(
             (*ENDS, "move"), "a loop over weights() has not ended; first finish this loop, or leave it with break"
         )

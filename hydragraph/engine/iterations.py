@@ -68,7 +68,7 @@ class IterationRunner(CollectiveCalls):
         self._ran: dict[int, _Running] = {}  # the last two iterations, by number
         self._recent: tuple[Strategy, ...] = ()
         self._lasted: float | None = None  # duration of the last step in seconds
-        self._prepared: set[tuple[Strategy, Purpose]] = set()  # on every rank
+        self._prepared: set[tuple[Strategy, Purpose]] = set()  # prepared on every rank
 
     @property
     def _session(self) -> Session:
@@ -155,8 +155,6 @@ class IterationRunner(CollectiveCalls):
     def _update(self, norm: float) -> None:
         self._holding.go_over()
         self._session.update(norm)
-
-    # Agreement.
 
     def _agree(self, inputs: Inputs, purpose: Purpose) -> tuple[MiniBatch, Strategy | None]:
         """Return the checked mini-batch and strategy once all ranks agree on them.
@@ -254,11 +252,9 @@ class IterationRunner(CollectiveCalls):
     def _heard(self) -> int:
         return self.listens() if self.listens is not None else 0
 
-    # Preparation.
-
     def _assign(self, batch: MiniBatch, strategy: Strategy | None, purpose: Purpose) -> AssignedBatch:
         chosen = self._chooser.choose(batch.lengths, strategy)
-        self.strategies = self._chooser.strategies  # `choose_from` may have changed them
+        self.strategies = self._chooser.strategies  # `choose_from` may have changed the strategies
         world, update = self._session.world, self.steps + 1
         return self._compiled.packed(batch, *chosen, world, purpose, update)
 

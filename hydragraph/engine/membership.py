@@ -77,7 +77,7 @@ class Membership(IterationRunner):
         self._optimizer = optimizer
         self.planning = planning or Planning()
         self._first_profile = self.planning.profile
-        self._measures = bool(self.planning.explanation)  # for "auto"
+        self._measures = bool(self.planning.explanation)
         self.measured_seats: Sequence[int] | None = None
         if joining:
             if given != "auto":

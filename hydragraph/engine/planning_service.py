@@ -90,7 +90,7 @@ class PlanService:
             with self._changed:
                 number = self._number
                 planned = lengths not in self._plans or self._plans[lengths] is not None
-            if planned:  # or discarded
+            if planned:  # a mini-batch may be queued twice
                 continue
             plan = self._answered(index, lengths)
             with self._changed:

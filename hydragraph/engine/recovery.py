@@ -60,7 +60,7 @@ class Survived:
         joined: current numbers of new ranks.
         restored: step of the checkpoint that was read, or None if no state was lost.
         received: bytes of state received from other ranks.
-        seconds: time from this rank's call until it has its state.
+        seconds: time from this rank's call until the rank has its state.
         why: the failure's description.
         ending: reason why these ranks may only save and end, or "" if they continue.
         read: bytes that this rank read from pieces, by storage ("memory", "disk" or "store").
@@ -105,7 +105,7 @@ class _SetAside(Exception):  # noqa: N818
 def survive(exe: Executable, failure: BaseException | None = None, restore: Restore | None = None) -> Survived:
     """Connect surviving and new ranks, and distribute the state; all surviving and new ranks must call this.
 
-    The call updates `exe.world`, `exe.strategies` and `exe.steps`. Set the learning rate from `exe.steps`, which
+    `survive` updates `exe.world`, `exe.strategies` and `exe.steps`. Set the learning rate from `exe.steps`, which
     is lower after a restore from a checkpoint.
 
     Args:

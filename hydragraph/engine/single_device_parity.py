@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hydragraph.spec.strategy import Strategy
 
-LOSS_TOLERANCE = 1e-5  # relative
+LOSS_TOLERANCE = 1e-5  # relative to the loss
 GRADIENT_TOLERANCE = 1e-5  # relative to the norm of a parameter's gradient
 GLOBAL_TOLERANCE = 1e-7  # relative to the norm of all gradients; exact gradients of key biases, for example, are 0
 

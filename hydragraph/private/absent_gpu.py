@@ -82,7 +82,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
 
     guard()
     traffic: dict[str, int] = {}  # bytes by kernel
-    binaries: list[Any] = []  # by configuration
+    binaries: list[Any] = []
     define: Any = TritonScheduling.define_kernel
     load: Any = AsyncCompile.triton
     build: Any = triton.compile

@@ -1,4 +1,4 @@
-"""PyTorch's functions that flatten nested arguments, and its dispatch mode."""
+"""PyTorch's functions that flatten nested arguments, and `TorchDispatchMode`."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def arguments_of(node: fx.Node) -> Iterator[OperatorArgument]:
     if isinstance(node.target, torch._ops.OpOverload):
         for i, argument in enumerate(node.target._schema.arguments):
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            if i < len(node.args) or argument.name in node.kwargs:  # including out=
+            if i < len(node.args) or argument.name in node.kwargs:
                 alias = argument.alias_info
                 yield OperatorArgument(argument.name, value, alias is not None, alias is not None and alias.is_write)
 

@@ -182,7 +182,7 @@ def quiet() -> Iterator[None]:
 def decided() -> Iterator[None]:
     """During tracing, evaluate conditions on sizes, which torch.export would postpone.
 
-    Postponed, a view's strides would contain min(64, 64 * T), and attention would reject `is_causal=T > 1`.
+    A postponed condition leaves min(64, 64 * T) in a view's strides, or makes attention reject `is_causal=T > 1`.
     """
     attention = F.scaled_dot_product_attention
 
@@ -385,7 +385,7 @@ def _operands_key(value: Any) -> Any:
 def recompute(
     joint: fx.GraphModule, outputs: int, saved: Collection[str] = ()
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split like `partition`, but save only the graph's inputs and the values in `saved`."""
+    """Split a joint graph like `partition`, but save only the graph's inputs and the values in `saved`."""
     results = list(joint.graph.output_node().args[0])
     backward = _part(joint, results[outputs:], "", saved)
     needed = {n.name for n in backward.graph.nodes if n.op == "placeholder"}

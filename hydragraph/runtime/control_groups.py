@@ -25,7 +25,7 @@ def memory_limit() -> float:
 
 
 def throttled_seconds() -> float:
-    """Return the seconds that CPU quotas stopped this process."""
+    """Return the seconds for which CPU quotas stopped this process."""
     total = 0.0
     for folder in _folders("cpu"):
         with suppress(OSError):
@@ -43,7 +43,6 @@ def _folders(controller: str) -> frozenset[Path]:
 
 @lru_cache(maxsize=8)
 def _folders_of(groups: str, root: Path, controller: str) -> frozenset[Path]:
-    """Return the folders of this process's group and its ancestors."""
     folders: set[Path] = set()
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)

@@ -613,7 +613,7 @@ class Executor:
         return totals, 1.0
 
     def _exact_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Return parts [2, 3] and a scale. Summed over ranks, row 0 is the loss, row 1 the squared norm * scale**2.
+        """Return parts [2, 3] and a scale. Summed over ranks, row 0 is the loss; row 1 is the squared norm * scale**2.
 
         Raises:
             FloatingPointError: a gradient is too large for exact sums; raised on all ranks.

@@ -211,7 +211,7 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
     """Create an optimizer with the user's factory, and check it.
 
     Raises:
-        Unsupported: all parameters are frozen, or the optimizer needs whole tensors or has other parameters.
+        Unsupported: all parameters are frozen, or the optimizer needs whole tensors or has tensors not given to it.
     """
     named = state.named()
     if not state.gradients:
@@ -269,7 +269,6 @@ _BY_SHAPE = (
 
 
 def _whole_options(factory: OptimizerFactory, state: HomeState) -> dict[str, dict[str, Any]] | Exception:
-    """Return each parameter's options if the factory gets whole tensors, or its error."""
     shapes = ((name, p, state.pieces[name].parameter.shape) for name, p in state.named())
     named = [(name, nn.Parameter(p.new_zeros(()).expand(shape))) for name, p, shape in shapes]
     try:
