@@ -123,7 +123,7 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
     """Return the row with the largest `ratio`.
 
     Raises:
-        ValueError: strategy and reference have nonzero gradients of different parameters.
+        ValueError: strategy and reference have gradients of different parameters, not counting the strategy's zeros.
     """
     silent = {name for name, gradient in gradients.items() if not gradient.any()}  # experts without tokens
     different = sorted((expected.gradients.keys() ^ gradients.keys()) - silent)

@@ -156,7 +156,7 @@ class Preparer:
         first, end = stage.blocks[visit]
         scores = program is not self._program and block is program.blocks[-1]
         others = [i for i in template.inputs if i.startswith("other.")]
-        # A shared stage has the same neighbours in all pipelines.
+        # Pipelines that share a stage agree on the stage's neighbours.
         role = next(role for role in stage.roles if role.visit == visit)
         return BoundBlock(
             variant,
