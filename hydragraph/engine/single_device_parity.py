@@ -1,7 +1,6 @@
 """Comparison of losses and gradients with those of the unmodified model in plain PyTorch.
 
-The reference runs one sequence at a time. The only code that it shares with the tested executable draws the random
-numbers of dropout (`Masks`).
+The reference runs one sequence at a time. It shares only the random numbers of dropout (`Masks`) with the executable.
 """
 
 from __future__ import annotations
