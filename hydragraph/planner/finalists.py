@@ -1,12 +1,12 @@
-"""Selection of the best proposed strategies, in ever costlier steps:
+"""Selection of the best proposed strategies, in steps of increasing cost:
 
-pipeline recurrence     every proposal: a lower bound on its time
-network cards' traffic  every proposal: another lower bound
-estimate with traffic   proposals whose bounds are below the best time
-fewer pipelines         the best proposals: pipelines are removed while this saves time
-micro-batches           proposals that may still be the best: the micro-batches that a run would form
-memory and owners       proposals that may still be the best
-simulation              the best proposal, and every proposal that may be faster
+pipeline recurrence     a lower bound on every proposal's time
+network cards' traffic  another lower bound on every proposal's time
+estimate with traffic   for proposals whose bounds are below the best time
+fewer pipelines         removes pipelines from the best proposals while this saves time
+micro-batches           forms a run's micro-batches for proposals that may be the best
+memory and owners       for proposals that may be the best
+simulation              of the best proposal, and of proposals that may be faster
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ FEW = 16
 MANY = 64
 # Estimated savings below this fraction are seldom real.
 SAVES = 0.003
-# Maximum plans to check if nearly equal plans are compared.
+# Maximum plans to check during replanning.
 SETTLED = 6
-# Best proposals also tried with fewer pipelines.
+# Number of best proposals that are also tried with fewer pipelines.
 LEANER = 3
 # Maximum proposals whose micro-batches are formed before the first memory check.
 CUT = 4
@@ -76,7 +76,7 @@ class Proposal:
     Attributes:
         last_s: end time of the last pipeline, without pull, push and update.
         expected_s: approximate seconds of an iteration.
-        across: variant with pipelines across nodes, if different.
+        across: variant whose pipelines span many nodes, if different from `strategy`.
         least_s: lower bound on an iteration's time.
     """
 
@@ -189,7 +189,7 @@ def finalists(
         near: also check proposals slower than the best by at most this fraction.
         until: after this deadline, return as soon as one plan fits in memory.
         known: results of earlier calls, extended in place.
-        moved: bytes that change owner under a home; if given, proposals within `near` are sorted by them.
+        moved: if given, sorts proposals within `near` by the bytes of state that change owner.
         clock: estimates of earlier calls.
     """
     began = time.monotonic()
@@ -231,9 +231,9 @@ def finalists(
 
 @dataclass(eq=False)
 class _Queue:
-    """Queue of proposals, the most promising first, with the micro-batches that a run would form if these are faster.
+    """Queue of proposals, the most promising first.
 
-    Forming micro-batches is expensive, so proposals are first ordered by an optimistic time (`promised`).
+    Forming a run's micro-batches is expensive, so proposals are first ordered by an optimistic time (`promised`).
     """
 
     _clock: TimeEstimates
@@ -262,7 +262,7 @@ class _Queue:
             self._add(PROMISED * self._clock.seconds(proposal.strategy, best), proposal, uncut=True)
 
     def _estimate_others(self, limit: float) -> None:
-        """Estimate more proposals with bounds below `limit`, as earlier ones may have proved slower."""
+        """Estimate further proposals whose bounds are below `limit`."""
         while self._others and not math.isinf(limit) and not is_late(self._until):
             if self._others[0].least_s >= min(limit, self._heap[0][0] if self._heap else limit):
                 break
@@ -367,7 +367,7 @@ def _estimate(clock: TimeEstimates, proposal: Proposal) -> list[Proposal]:
 
 
 class TimeEstimates:
-    """Cache of micro-batches, and of time estimates with traffic that do not check the owners' memory."""
+    """Cached micro-batches and times of strategies, ignoring the owners' memory."""
 
     def __init__(self, costs: Costs) -> None:
         def home(strategy: Strategy) -> Home:
@@ -419,7 +419,7 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
         share = sum(compress(assignment.counts, kept)) / sum(assignment.counts)
         if all(kept) or not share:
             continue
-        # The remaining pipelines run more micro-batches, but fill only once.
+        # The remaining pipelines run more micro-batches, but take no longer to fill.
         longer = (per_pipeline / share + filling) / (per_pipeline + filling)
         if ROUGHLY * longer * proposal.last_s >= proposal.expected_s:
             continue
@@ -430,7 +430,7 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
 
 
 def unlike(costs: Costs, forms: Sequence[object], nodes: Sequence[set[int]]) -> Iterator[int]:
-    """Yield one node of each kind; nodes of a kind have equal hardware and equally many pipelines of each form."""
+    """Yield one node of every set of nodes that have equal hardware and run equal pipelines."""
     runs: dict[int, Counter[object]] = {}
     for form, on in zip(forms, nodes, strict=True):
         for number in on:

@@ -70,7 +70,7 @@ ORDERS: dict[str, Order] = {"search": "exact", "metis": "memory", "auto": "exact
 
 # Usable fractions of memory, tried in turn while no plan fits.
 SAFETIES = (SAFETY, 0.88, 0.7)
-# If the state exceeds the fraction TIGHT of memory, the search is repeated with ROOMY times the limit.
+# If the state exceeds the fraction TIGHT of memory, the search is repeated with ROOMY times the usable memory.
 TIGHT = 0.1
 ROOMY = 1.2
 # Maximum candidates kept per search.
@@ -78,7 +78,7 @@ SETTLED = 6
 FEW = 64
 # Maximum plans kept from Metis's search in "auto".
 STAGED = 2
-# Among plans within this fraction of the best time, the one that moves fewest bytes wins.
+# The plan that moves the fewest bytes is chosen among plans within this fraction of the best time.
 NEAR = 0.005
 # Plans for varying lengths within this fraction of the best time are simulated again with the given rank numbers.
 AGAIN = 0.01
@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Relative distance from the bound, such as 0.05 for 5 %."""
+        """Relative distance of `seconds` from `bound`."""
         return self.seconds / self.bound - 1
 
     def explain(self) -> str:
@@ -184,15 +184,15 @@ def plan(
         method: "mixed" is for several types of devices (AutoHet), "straggler" for slow devices (Malleus). "search"
             finds the least cost in Metis's search space; "metis" runs Metis's memory-aware search. "auto" runs all
             methods except "metis", but "search" only for up to 64 ranks and without a deadline.
-        running: current plan, strategy or strategy text. If given, the one that moves the fewest bytes is chosen
-            from nearly equal plans.
+        running: current plan, strategy or strategy text. If given, the plan that moves the fewest bytes of state is
+            chosen from nearly equally fast plans.
         deadline_s: seconds after which the best plan so far is returned. With None, the search completes and is
             deterministic.
         solver: "scip" groups devices by AutoHet's equation 3, through cvxpy; only for method "mixed" and few devices.
         schedules: schedules that the run can use; "zb-h1" needs `backend="eager"`.
-        streaming: whether "auto" may propose stages that stream or divide tensor-parallel sums into pieces;
-            deterministic runs can do neither.
-        improved: called with the seconds and the text of each better strategy.
+        streaming: whether "auto" may propose streamed stages or tensor-parallel sums in pieces, which deterministic
+            runs do not support.
+        improved: called with the seconds and text of each new best strategy.
         deterministic: plan a run with one sequence per micro-batch and one tensor-parallel degree.
 
     Raises:

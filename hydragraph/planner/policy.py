@@ -40,10 +40,10 @@ class Decision:
     """Decision between one static strategy and choosing a strategy in every iteration.
 
     Attributes:
-        static: the best static candidate, if any.
+        static: index of the best static candidate, if any.
         gain: fraction of the static candidate's time that choosing per iteration saves.
-        seconds: total seconds of each candidate (infinite if some mini-batch does not fit); the last is for
-            choosing per iteration.
+        seconds: total seconds of each candidate (infinite if a mini-batch does not fit), then of choosing per
+            iteration.
     """
 
     static: int | None

@@ -42,11 +42,11 @@ NEAR_LIMIT = 0.99
 
 @dataclass(frozen=True)
 class SearchCandidate:
-    """A result of the search: pipelines of forms (kinds of groups).
+    """A search result, whose pipelines consist of groups.
 
     Attributes:
         together: sequences per micro-batch.
-        layout: layout of each kind of pipeline; default: the layout by `bench`.
+        layout: layout of each kind of pipeline; default: by `bench.lay`.
     """
 
     bench: PipelinePricing
@@ -62,7 +62,7 @@ class SearchCandidate:
 
     @property
     def shape(self) -> object:
-        """Key: numbers of stages, types and degrees of groups, and `together`."""
+        """Key of similar candidates: numbers of stages, groups' types and degrees, and `together`."""
         depths = Counter(len(multiset) for multiset, n in self.partition.pipelines for _ in range(n))
         forms = Counter((form.site.type, form.tp) for form in self.bench.forms)
         return frozenset(depths.items()), frozenset(forms), self.together
@@ -113,7 +113,12 @@ class PricedPlan:
 
 @dataclass(frozen=True)
 class Shortage:
-    """A strategy that does not fit, the rank with the largest shortage, and the missing bytes."""
+    """A strategy that does not fit.
+
+    Attributes:
+        rank: rank with the largest shortage of memory.
+        bytes: bytes that `rank` needs in addition.
+    """
 
     strategy: Strategy
     rank: int
@@ -166,7 +171,7 @@ class PipelineEnds:
         return self._end(self._forms[pipeline], count)
 
     def counts(self, micro_batches: int) -> list[int]:
-        """Return each pipeline's number of micro-batches, such that the last pipeline ends as early as possible."""
+        """Return each pipeline's number of micro-batches, so that the last pipeline ends as early as possible."""
         every = range(len(self._forms))
         first = np.array([self.end(p, 1) for p in every])
         further = np.array([self._rows[form][0, :, :AHEAD].sum(axis=1).max() for form in self._forms])
@@ -228,10 +233,10 @@ def simulated(costs: Costs, settled: PricedPlan) -> PricedPlan:
 def owners(
     costs: Costs, strategy: Strategy, assignment: Assignment, home: Home | None = None
 ) -> tuple[Home, tuple[int, ...]] | Shortage:
-    """Choose owners of the state; return them and every rank's peak memory.
+    """Choose owners of the state; return the home and every rank's peak memory.
 
-    The memory of messages is proportional to an owner's share. If stages stream, only some messages are in memory at a
-    time, so memory is found by walking through the instructions.
+    If stages stream, only some messages are in memory at a time, so memory is found by walking through the
+    instructions.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     state = costs.home.copies * state_bytes(costs)
@@ -271,7 +276,7 @@ def owners_by_block(
     If stages stream, ranks with too little memory get smaller shares.
 
     Args:
-        worth: returns whether a home's memory is worth computing; if not, the result is None.
+        worth: whether a home's memory is worth computing; if not, `owners_by_block` returns None.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)
@@ -329,7 +334,7 @@ def _held(costs: Costs, lines: Sequence[tuple[Line, Line]], home: Home) -> tuple
 def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, float]]:
     """Return each rank's message bytes (as if it owned all state) at the peak and at the end, and its gradient bytes.
 
-    Sent weights stay in the owner's memory until the commit. Gradients of later stages arrive during computation.
+    Sent weights stay in the owner's memory until the commit. Gradients of later stages arrive while the owner computes.
     """
     if costs.ranks == 1:
         return [(0.0, 0.0, 0.0)]
@@ -353,7 +358,7 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
 
 @dataclass(frozen=True)
 class _DecisiveBatches:
-    """Micro-batches that determine memory; once a pipeline is full, more of them add only the bytes of their tokens.
+    """Micro-batches that determine memory. If a pipeline is full, further micro-batches add only their tokens' bytes.
 
     Attributes:
         largest: each pipeline's largest micro-batches, as many as fill it.

@@ -1,4 +1,4 @@
-"""Times of strategies for mini-batches of varying lengths: estimates, and simulations of the best strategies."""
+"""Estimated and simulated times of strategies for mini-batches with sequences of varying lengths."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class MiniBatchPrices:
         return Shortage(strategy, worst, lacks)
 
     def settle_equally(self, strategy: Strategy) -> PricedPlan | Shortage:
-        """Settle as in `settle`, but with equal work for all pipelines."""
+        """Price a strategy with equal work for all pipelines, under the home of `costs`."""
         pipelines = self.pipelines(strategy)
         longest = min(pipeline.max_len for pipeline in pipelines)
         slowest = max(pipelines, key=lambda pipeline: pipeline.micro_batch_seconds([max(longest, 1)]))
@@ -149,7 +149,7 @@ def settle_best(
     known: dict[Strategy, PricedPlan | Shortage],
     most: int = SIMULATED,
 ) -> None:
-    """Check strategies, the lowest estimate first, until `most` of them fit all mini-batches.
+    """Check strategies, the lowest estimate first, until `most` fit all mini-batches.
 
     Args:
         until: after this deadline, stop at the first strategy that fits, without simulation.
@@ -196,13 +196,13 @@ def _assigned(
 
 
 def quickest_home(costs: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
-    """Return an estimate of the iteration time with the best owners, ignoring memory."""
+    """Return a function that estimates the iteration time with the best owners, ignoring memory."""
     estimators = [traffic_in_line(costs.changed(home=home), strategy) for home in homes_of(costs, strategy)]
     return lambda assignment: min(seconds(assignment) for seconds in estimators)
 
 
 def traffic_in_line(owned: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
-    """Return a function that estimates the iteration time, by simulation if stages are shared, stream or offload."""
+    """Return a function that estimates iteration times, by simulation if stages are shared, stream or offload."""
     if strategy.shares or strategy.streams or strategy.offloads:
         return lambda assignment: owned.simulate(strategy, assignment).seconds
     return Iterations(owned, strategy).seconds

@@ -1,4 +1,4 @@
-"""The quick plan, in plain Python: assigns sequences longest first, each to the pipeline that finishes it first."""
+"""The quick plan, in plain Python: each sequence, longest first, joins the pipeline that finishes it first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MICRO_BATCHES_PER_STAGE = 2
 
 
 def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
-    """Return assumed costs, in units of a token's time in one layer; a sequence of `longest` tokens always fits."""
+    """Return a pipeline's assumed costs (unit: a token's time in one layer), such that `longest` tokens fit."""
     slowest = max(stage.layers / stage.tp for stage in pipeline.stages)
     return PipelineCost(
         slowest / QUADRATIC_FROM,

@@ -1,9 +1,9 @@
-"""Refinements of plans that the search found; the memory of each result is checked, and its time is simulated.
+"""Refinements of plans that the search found. Each result's memory is checked, and its time simulated.
 
 memory budgets   stages that recompute save as many activations as fit, later stages first
 schedules        another schedule that the run can use, such as zb-h1
 interleaving     each device runs several stages, and owners of the state are chosen again
-sums in pieces   tensor-parallel sums overlap computation in stages that become faster
+sums in pieces   tensor-parallel sums overlap computation in stages that this makes faster
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def refined(
     until: float | None = None,
     in_pieces: bool = True,
 ) -> list[PricedPlan]:
-    """Return refined plans that fit and are faster than their originals."""
+    """Return refined plans that fit and are faster than the original plans."""
     if is_late(until):
         return []
     further_plans = []
@@ -73,7 +73,7 @@ def refined(
 
 
 def as_run(costs: Costs, plan: PricedPlan) -> PricedPlan:
-    """Return the plan with a run's micro-batches and without idle pipelines, or unchanged if that does not fit."""
+    """Return the plan with a run's micro-batches and no idle pipelines, or unchanged if the result does not fit."""
     try:
         assignment, _ = cut(costs.changed(home=plan.home), plan.strategy, plan.assignments[0].lengths)
     except Unsupported:
@@ -89,7 +89,7 @@ def as_run(costs: Costs, plan: PricedPlan) -> PricedPlan:
 
 
 def one_by_one(costs: Costs, plan: PricedPlan) -> PricedPlan:
-    """Return the plan with one sequence per micro-batch, as in deterministic runs; infinitely slow if it cannot fit."""
+    """Return the plan with one-sequence micro-batches, as in deterministic runs (infinitely slow if it cannot fit)."""
     if len({n for assignment in plan.assignments for n in assignment.lengths}) == 1 == len(plan.assignments):
         plan = as_run(costs, plan)
     owned = costs.changed(home=plan.home)
@@ -165,7 +165,7 @@ def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
 
 
 def _with_owners(costs: Costs, plan: PricedPlan, strategy: Strategy, below: float) -> Iterator[PricedPlan]:
-    """Simulate a strategy with the plan's home, and with owners by block if these make it faster than `below`."""
+    """Simulate a strategy under the plan's home, and under owners by block if then faster than `below` seconds."""
 
     @cache  # called before the memory check, which takes longer
     def tried(home: Home) -> PricedPlan:

@@ -15,10 +15,10 @@ Fits = Callable[[Strategy], bool]
 
 
 def refit(known: Sequence[Strategy], ranks: int, layers: int, fits: Fits) -> tuple[Strategy, ...]:
-    """Return the known strategies that fit or, if none fits, one for `ranks` ranks that resembles the first.
+    """Return the known strategies that fit or, if none fits, a strategy like the first one for `ranks` ranks.
 
-    A pipeline gets at least as many devices as the smallest pipeline of the first strategy, unless fewer are left. The
-    tensor-parallel degree is kept if possible, which avoids compilation.
+    A pipeline gets at least as many devices as the smallest pipeline of the first strategy, if there are enough. The
+    tensor-parallel degree is kept if possible.
 
     Raises:
         Unsupported: no strategy fits.

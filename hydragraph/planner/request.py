@@ -1,4 +1,4 @@
-"""Requests between planning processes; imports neither torch, numba nor scipy."""
+"""Planning requests and answers, without importing torch, numba or scipy."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class PlanAnswer:
 
 
 def answer(request: PlanRequest, lengths: tuple[int, ...]) -> PlanAnswer:
-    """Choose a candidate; an exception is returned in the answer."""
+    """Choose a candidate; the answer holds any exception."""
     began = time.perf_counter()
     try:
         choice = request.choose(lengths)
