@@ -1,4 +1,4 @@
-"""The names of the package; at run time each is imported when first used."""
+"""Names of the package, each imported at run time when first used."""
 
 from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment as PlannedAssignment
 from hydragraph.planner.assignment.assign_mini_batch import assign as assign

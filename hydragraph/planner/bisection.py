@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 
 def bisect(holds: Callable[[float], bool], low: float, high: float, precision: float) -> tuple[float, float]:
-    """Bisect a monotonic condition; return a number for which it fails, and a close one for which it holds.
+    """Return two close numbers: a monotonic condition fails for the first and holds for the second.
 
-    The condition must fail for `low` and hold for `high`; `precision` is relative.
+    The condition must fail for `low` and hold for `high`.
+
+    Args:
+        precision: maximum relative distance.
     """
     while high - low > precision * high:
         middle = (low + high) / 2

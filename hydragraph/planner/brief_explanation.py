@@ -23,7 +23,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 PLAIN = "plain data parallelism"
-UNEVEN = 1.1  # minimum ratio
+UNEVEN = 1.1  # largest share divided by the smallest
 
 
 def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str
 
 
 def _shares(costs: Costs, plan: Plan) -> list[str]:
-    """Describe each pipeline's share of tokens and of state, if uneven."""
+    """Describe pipelines' unequal shares of tokens and state."""
     pipelines = plan.strategy.pipelines
     tokens = [sum(map(sum, batches)) for batches in plan.assignment.tokens]
     owned = fractions(costs, plan.home)
@@ -122,7 +122,7 @@ def _equal(costs: Costs) -> dict[tuple[int, int], Strategy]:
 
 
 def with_causes(costs: Costs, workload: Workload, plan: Plan, seconds: float) -> Plan:
-    """Explain, for at most `seconds`, why the rivals that `Plan.explain` shows are slower."""
+    """Explain within `seconds` why the rivals shown by `Plan.explain` are slower."""
     until = time.monotonic() + seconds
     compared = _Compared(MiniBatchPrices(costs, workload.batches), plan)
     rivals = list(plan.rivals)

@@ -1,4 +1,4 @@
-"""Subsets of a cluster's nodes; fewer nodes can be faster if communication takes most of the time.
+"""Subsets of a cluster's nodes, which can be faster than all nodes if communication dominates.
 
 Example with nodes of kinds A and B, the fastest first:
 
@@ -19,7 +19,7 @@ from hydragraph.spec.health import Health
 
 
 def with_fewer(costs: Costs) -> Iterator[tuple[Costs, float]]:
-    """Yield costs for subsets of the canonically ordered nodes, and each subset's fraction of computing power."""
+    """Yield `Costs` for subsets of nodes, and each subset's fraction of all computing power."""
     powers: dict[int, float] = defaultdict(float)
     for rank, device in enumerate(costs.cluster.devices):
         powers[device.node] += device.flops_per_s / costs.health.rate(rank)

@@ -1,4 +1,4 @@
-"""Deadlines of searches, as values of `time.monotonic`; None means no deadline."""
+"""Deadlines of searches, as values of `time.monotonic` (None: no deadline)."""
 
 from __future__ import annotations
 

@@ -33,10 +33,10 @@ def device_time(costs: Costs, strategy: Strategy, home: Home, assignment: Assign
 
 
 def main_cause(rival: Strategy, slower: dict[str, float], faster: dict[str, float], unused: float = 0.0) -> str:
-    """Return the main cause of a rival strategy's additional time.
+    """Return the main reason why a rival strategy is slower than the plan.
 
     Args:
-        unused: fraction of devices that neither strategy uses, which do not count as idle.
+        unused: fraction of devices that both strategies leave idle.
     """
     more = {kind: slower[kind] - faster[kind] for kind in slower}
     more["idle"] -= unused * sum(more.values())

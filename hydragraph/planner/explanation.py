@@ -85,7 +85,7 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def pipeline_text(costs: Costs, pipeline: Pipeline) -> str:
-    """Return a pipeline's stages in words; interleaved stages are written as "7 + 7 layers"."""
+    """Describe a pipeline's stages, with interleaved stages as "7 + 7 layers"."""
     stages = []
     for row in dict.fromkeys(pipeline.rows):
         mine = [stage for stage, there in zip(pipeline.stages, pipeline.rows, strict=True) if there == row]

@@ -1,8 +1,8 @@
 """Compilation of the planner's search in other processes.
 
 numba compiles a function on its first call, which takes 50 CPU seconds for the whole planner. Installation fills
-numba's cache (`setup.py`). If the cache is empty, other processes plan for a made-up model while the command imports
-PyTorch and captures its own model:
+numba's cache (`setup.py`). If the cache is empty, other processes plan for a made-up model while this process imports
+PyTorch and captures the user's model:
 
     python -m hydragraph.planner.first_compilation stages    Metis's search over stages
     python -m hydragraph.planner.first_compilation devices   the search over devices
@@ -44,12 +44,12 @@ _FACTORS = {"fast": 1.0, "slow": 2.0}  # made-up device types, and their relativ
 
 @contextmanager
 def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[bool]:
-    """Compile missing functions in other processes; a search that calls one waits until it is compiled.
+    """Compile missing functions in other processes. A search that calls a missing function waits for it.
 
-    Yields whether any function was not yet compiled.
+    Yields whether any function was missing.
 
     Args:
-        seconds: maximum time to wait; the processes then continue.
+        seconds: maximum wait, after which compilation continues in the background.
 
     Raises:
         StillCompiling: a function was not compiled in time.

@@ -1,9 +1,9 @@
 """Search for a good plan within a fraction of a second, while a run waits.
 
-The result is the fastest of these candidates that fits in memory:
+The result is the fastest candidate that fits in memory:
 
 - the running and earlier strategies, if they use no lost rank;
-- the running strategy with slow pipelines removed, or rebuilt with or without slow ranks;
+- the running strategy without slow pipelines, or with them rebuilt (with or without slow ranks);
 - results of the search for equal sequences of a typical length, and simple plans (`symmetric`).
 """
 

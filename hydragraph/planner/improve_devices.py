@@ -4,7 +4,7 @@ The search for equal sequences gives all pipelines of a device type one tensor-p
 large groups. Moves:
 
     split a node's devices into other groups, each with its own pipeline; slow devices may become idle
-    replace a pipeline by one or two pipelines of another degree on its devices
+    replace a pipeline by one or two pipelines of another degree on the same devices
     merge two pipelines into one pipeline of any degree
     leave a pipeline's devices idle
 
@@ -30,7 +30,7 @@ from hydragraph.spec.training_workload import Workload
 
 # Maximum strategies priced to improve one strategy.
 PRICED = 200
-# Number of moves priced before the best one is made; the first gain is often a dead end.
+# Number of moves from which the best is chosen, because the first gain is often a dead end.
 AT_ONCE = 24
 # Fraction of the time that a move must save.
 SAVES = 1e-3
@@ -94,7 +94,7 @@ class DeviceMoves:
         return self._paces[key]
 
     def moves(self, strategy: Strategy) -> Iterator[Strategy]:
-        """Yield the strategies that one move makes from a strategy without shared stages."""
+        """Yield the strategies one move away from a strategy without shared stages."""
         alike: dict[Hashable, list[Pipeline]] = {}
         for pipeline in strategy.pipelines:
             alike.setdefault(form_of(self._costs, pipeline), []).append(pipeline)
@@ -160,7 +160,7 @@ class DeviceMoves:
         yield from _with(strategy, [p for _, _, pipelines in nodes for p in pipelines], new_pipelines)
 
     def laid_anew(self, pipeline: Pipeline, devices: Sequence[int], pipelines: int) -> Pipeline | None:
-        """Return a pipeline of these devices with layers divided by rate; None if the model does not fit.
+        """Return a pipeline on `devices`, with layers divided by rate, or None if it does not fit.
 
         Args:
             pipeline: pipeline whose largest tensor-parallel degree is kept if possible.

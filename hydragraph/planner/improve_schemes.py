@@ -56,8 +56,7 @@ def refine(
 
 
 def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDArray[np.int64], int]]:
-    """For each MaxLen that mini-batches need, except the largest, return these mini-batches and their longest
-    length."""
+    """Return groups of mini-batches that need the same MaxLen (not the largest), and each group's longest length."""
     limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
     longest = np.array(tuning.longest)
     which = np.searchsorted(limits, longest)
@@ -68,9 +67,9 @@ def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDAr
 def climbed(
     start: Strategy, tuning: TuningSet, group: NDArray[np.int64], reach: int, profile: Schemes, devices: int
 ) -> Strategy:
-    """Improve a strategy on a group of mini-batches; the result fits sequences of `reach` tokens.
+    """Improve a strategy on a group of mini-batches. The result fits sequences of `reach` tokens.
 
-    The additional cost of unequal pipelines is ignored, because later exchanges may save more than that.
+    The additional cost of unequal pipelines is ignored, because later exchanges may save more.
     """
 
     def price(strategy: Strategy) -> float:
@@ -87,7 +86,7 @@ def climbed(
 
 
 def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
-    """Return the best strategy in `tuning.priced` that fits `reach` tokens, then those that add the largest savings."""
+    """Return the best strategy in `tuning.priced` that fits `reach` tokens, then its most useful alternatives."""
     priced = list(tuning.priced)
     if not priced or not tuning.longest:
         return []

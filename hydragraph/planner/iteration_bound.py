@@ -1,11 +1,11 @@
 """Lower bound on the iteration time of any plan.
 
-A group of k ranks that takes t seconds for one block of one sequence spends k t device-seconds. Let w(type, block) be
-the minimum over all groups. In time T, the devices of a type, with rates (slowdowns) x_d, provide T sum 1 / x_d
-device-seconds. The bound is the least T in which all blocks of all sequences can be divided among the types: a linear
-program.
+A group of k ranks that takes t seconds for one block of one sequence spends k t device-seconds. The bound uses
+the fewest device-seconds of any group of a type. In time T, the devices of a type, with rates (slowdowns) x_d, provide
+T sum 1 / x_d device-seconds. A linear program finds the least T in which the types can compute all blocks of all
+sequences.
 
-The bound is at least the longest sequence's time alone: forward and input-gradient backward (zb-h1) through all blocks,
+The bound is at least the time of the longest sequence's forward and input-gradient backward (zb-h1) through all blocks,
 each on its fastest group.
 
 With one type of device and one kind of block, the bound is Malleus's T_opt.
@@ -59,7 +59,7 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
             for t, template in enumerate(templates):
                 at = costs.profile.blocks.index(template)
                 cost = healthy.stage(stage, (at, at + 1))
-                # Fixed costs count once; auxiliary values are omitted.
+                # All sequences form one micro-batch; aux is omitted.
                 spent[s, t] = min(spent[s, t], kind.tp * sum(cost.apart(every_length)[1:]))
                 forward, backward = cost.apart([longest])[1:]
                 alone[s, t] = min(alone[s, t], forward + SHARES[Work.INPUT_GRADIENT] * backward)

@@ -89,7 +89,7 @@ def _without_idle_nodes(costs: Costs, plan: Callable[[Costs], Plan]) -> tuple[Co
 
 
 def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[int, ...]]:
-    """Return the ranks of every combination of whole nodes that the budget pays for, but not for another node."""
+    """Return the ranks of every maximal combination of whole nodes that the budget pays for."""
     prices.check_budget(budget, costs.health.lost)
     kinds: dict[object, list[list[int]]] = {}
     for number, ranks in prices.nodes(costs.health.lost).items():

@@ -53,7 +53,7 @@ class RentalPrices:
         return cls(cluster, per_hour)
 
     def check_budget(self, budget: float, lost: Collection[int] = ()) -> None:
-        """Raise a ValueError unless a budget, in dollars per hour, pays for a node; `lost` ranks are free."""
+        """Raise a ValueError if `budget` dollars per hour do not pay for one node without its `lost` ranks."""
         if not 0 <= budget < math.inf:
             raise ValueError(f"--budget {budget:g}: give dollars per hour, such as 20")
         node_prices = [self.hour(ranks) for ranks in self.nodes(lost).values()]

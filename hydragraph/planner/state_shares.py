@@ -1,7 +1,7 @@
 """Choice, by rank or by block, of a home (owners of the state) that fits and balances the ranks' times.
 
-Rank r needs s_r k_r seconds for its fraction s_r of the state; T is the largest of these times. The fractions are s_r =
-min(room_r, T / k_r), with the least T for which they add up to 1.
+Rank r needs s_r k_r seconds for its fraction s_r of the state. The fractions are s_r = min(room_r, T / k_r), with the
+least time T for which they add up to 1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def filled(seconds: Floats, room: Floats) -> Floats | None:
 def filled_apart(seconds: Floats, room: Floats, nodes: Sequence[int]) -> Floats | None:
     """Return fractions as in `filled` for two copies, such that no node owns more than one copy.
 
-    A node that would own more owns one copy, and the other nodes share the second copy.
+    If a node would own more, it owns one whole copy, and the other nodes share the second copy.
     """
     parts = filled(seconds, room)
     if parts is None:
@@ -126,7 +126,7 @@ def _rounded(parts: Floats, room: Floats) -> Floats:
 
 
 def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
-    """Return the fraction of the state that does not fit; of two copies, a node can own only one."""
+    """Return the fraction of the state that does not fit if each node owns at most one of two copies."""
     able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
     able[list(costs.health.lost)] = 0.0
     most = 1.0 if given.copies == 1 else 0.5
@@ -134,7 +134,7 @@ def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
 
 
 def home_nodes(costs: Costs, given: Home) -> Sequence[int]:
-    """Return each rank's node; on a single node, each rank counts as a node."""
+    """Return each rank's node or, if there is only one node, the rank itself."""
     nodes = given.nodes or [device.node for device in costs.cluster.devices]
     return range(costs.ranks) if len(set(nodes)) == 1 else nodes
 

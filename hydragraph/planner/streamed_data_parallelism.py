@@ -1,10 +1,10 @@
-"""Data parallelism with streaming stages: ranks store few weights and gradients besides their shares of the state.
+"""Data parallelism with streamed stages: ranks store few weights and gradients besides their shares of the state.
 
 With `stream: true`, a rank stores two blocks and pulls each block twice per micro-batch. With `stream: gradients`, a
 rank stores all weights and pushes gradients once per micro-batch.
 
-An iteration takes at least the time of the slowest rank's traffic. It also takes at least the time of computation,
-1 / (sum_p 1 / W_p) if pipeline p alone takes W_p for the mini-batch. Strategies with the lowest bounds are simulated.
+An iteration takes at least as long as the slowest rank's traffic, and at least 1 / (sum_p 1 / W_p), where W_p is
+pipeline p's time if it computes the mini-batch alone. Strategies with the lowest bounds are simulated.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 SIMULATED = 3
-LEAST_S = 1e-12  # of a mini-batch
+LEAST_S = 1e-12  # for a mini-batch
 
 
 def streamed(costs: Costs, workload: Workload, below_s: float, until: float | None) -> list[PricedPlan | Shortage]:
-    """Return simulated strategies that stream, and the shortages of those that do not fit.
+    """Return simulated strategies that stream, and the shortages of strategies that do not fit.
 
     Args:
         below_s: strategies expected to take at least this long are skipped; infinite if no plan is known.
@@ -78,8 +78,7 @@ def _without_idle(varied: MiniBatchPrices, found: PricedPlan | Shortage) -> Pric
 
 
 def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
-    """Return whether the strategy of least memory (highest degree, all streamed) fits in `times` every device's
-    memory."""
+    """Return whether the strategy that needs the least memory fits if devices have `times` their memory."""
     devices = tuple(replace(d, memory_bytes=int(times * d.memory_bytes)) for d in costs.cluster.devices)
     larger = costs.changed(cluster=replace(costs.cluster, devices=devices))
     every = [strategy for strategy in _strategies(larger) if strategy.pipelines[0].stages[0].stream is True]
@@ -88,7 +87,7 @@ def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
 
 
 def groups_by_kind(costs: Costs) -> Iterator[tuple[StageKind, list[tuple[int, ...]]]]:
-    """Yield each kind of stage that all devices support, and groups of its degree, each within a node."""
+    """Yield each kind of stage that all devices support, and groups of devices for it, each within a node."""
     nodes = [sorted(node.devices) for node in nodes_of(costs)]
     types = {costs.cluster.type_of(devices[0]) for devices in nodes}
     kinds: set[StageKind] = set.intersection(*(set(costs.profile.of(name).pieces) for name in types))
@@ -136,7 +135,7 @@ def micro_batches_of_each(owned: Costs, strategy: Strategy, workload: Workload) 
 def traffic_s(costs: Costs, strategy: Strategy, micro_batches: Sequence[int]) -> float:
     """Return the slowest stage's time for pulls and pushes.
 
-    Assumes that a layer's state is owned by all ranks if pipelines have one stage, else by the ranks that compute it.
+    A layer's assumed owners are all ranks if pipelines have one stage, else the ranks that compute the layer.
     """
     every = sum(bucket.size for bucket in costs.buckets)
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)

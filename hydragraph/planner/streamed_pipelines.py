@@ -1,6 +1,6 @@
-"""Pipelines with streaming stages, used if no other plan fits.
+"""Pipelines with streamed stages, used if no other plan fits.
 
-If memory allows, ranks own the state of the layers that they compute, so most pulls and pushes stay on the rank. A
+If memory allows, ranks own the state of the layers that they compute, so most pulls and pushes need no messages. A
 pipeline consists of groups of equal tensor-parallel degree from all nodes, with layers in proportion to the groups'
 memory.
 """
@@ -34,7 +34,7 @@ from hydragraph.spec.training_workload import Workload
 def streamed_pipelines(
     costs: Costs, workload: Workload, below_s: float, until: float | None
 ) -> list[PricedPlan | Shortage]:
-    """Return simulated pipelines of several streaming stages, and shortages; for the arguments, see `streamed`."""
+    """Return simulated pipelines of several streamed stages, and shortages (arguments: see `streamed`)."""
     varied = MiniBatchPrices(costs, workload.batches)
     outcomes: list[PricedPlan | Shortage] = []
     able = 0

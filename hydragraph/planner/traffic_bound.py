@@ -1,15 +1,15 @@
 """Lower bound on an iteration's time from the traffic of network cards, for any owners of the state.
 
-Tensor-parallel groups must be in one node. For one block, let stages on node n pull w_n bytes of weights and push g_n
-bytes of gradients, summed over pipelines; W and G are the sums over nodes. Let n own a fraction f_n of the block's
+Each tensor-parallel group must be in one node. For one block, let stages on node n pull w_n bytes of weights and push
+g_n bytes of gradients, summed over pipelines. W and G are the sums over nodes. Let n own a fraction f_n of the block's
 state. Then
 
     n receives    (1 - f_n) w_n + f_n (G - g_n)
     n sends       (1 - f_n) g_n + f_n (W - w_n)
 
-A node's cards limit the bytes that the node receives or sends for all blocks; all cards together limit the total. The
-bound uses the f with the least traffic for each block: for one node's limit, f_n is 0 or 1; for the total, the node
-that uses most of the block owns it.
+A node's cards limit the bytes that the node receives or sends for all blocks. All cards together limit the total. The
+bound uses each block's fractions with the least traffic: f_n = 0 or 1 for one node's limit. For the total, the node
+that uses most of a block owns it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 
 def bytes_by_block(costs: Costs) -> tuple[Floats, Floats]:
-    """Return the bytes of every block's weights and gradients; shared parameters count in their first block."""
+    """Return the bytes of every block's weights and gradients, with shared parameters in their first block."""
     first = {name: min(costs.outline.index[block] for block in users) for name, users in costs.outline.buckets}
     weights = np.zeros(len(costs.outline.blocks))
     gradients = np.zeros(len(costs.outline.blocks))
