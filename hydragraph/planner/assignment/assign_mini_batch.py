@@ -1,8 +1,8 @@
 """Assignment of a mini-batch's sequences to pipelines and micro-batches.
 
 Each round first assigns sequences to pipelines, assuming that every pipeline divides its sequences into the best number
-of equal micro-batches (`local_search.finish`, FORMED). It then packs each pipeline's sequences into micro-batches. The
-next round adds to each pipeline's assumed end time the error that packing revealed.
+of equal micro-batches (`local_search.finish`, FORMED). The round then packs each pipeline's sequences. The next round
+corrects each pipeline's assumed end time by the error that packing revealed.
 
 The rounds assume that all PP stages are as slow as the slowest, and that filling and draining a pipeline takes (PP - 1)
 times as long as the pipeline's largest micro-batch. `schedule_search` improves the best result by simulating
@@ -195,7 +195,7 @@ def formed(start: BoundedMiniBatch, placed: Ints) -> tuple[MicroBatchCut, Floats
 
 
 def improved(start: BoundedMiniBatch, cut: MicroBatchCut, effort: SearchEffort, seed: int) -> MicroBatchCut:
-    """Improve an assignment by simulating the actual schedule; the result is never slower."""
+    """Improve an assignment by simulating the actual schedule. The result is never slower."""
     arrays = (cut.placed.copy(), cut.batch.copy(), cut.order.copy(), cut.count.copy())
     enough = start.seconds * (1 + effort.enough)
     improve(*arrays, start.given, effort.kicks_for(len(cut.count), len(cut.placed)), TASKS, enough, seed)
@@ -224,7 +224,7 @@ def _micro_batches(cut: MicroBatchCut, what: Ints) -> tuple[tuple[tuple[int, ...
 
 
 def _least_cost(problem: AssignmentProblem) -> Floats:
-    # In a single stage, every MaxLen tokens cost at least one micro-batch's fixed cost c.
+    # In a single stage, every MaxLen tokens cost at least a micro-batch's fixed cost c.
     overhead = np.array([k.c / k.max_len if k.stages == 1 and k.max_len else 0.0 for k in problem.kinds])
     return np.asarray(problem.cost + problem.lengths[:, None] * overhead)
 

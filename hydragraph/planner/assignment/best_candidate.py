@@ -70,7 +70,7 @@ def compare(
     all_of_them: bool = False,
     seed: int = 0,
 ) -> Choice:
-    """Choose a candidate, and report why the others lost.
+    """Choose a candidate, and report why other candidates lost.
 
     Args:
         all_of_them: also evaluate candidates whose bound exceeds the best time so far.

@@ -42,7 +42,7 @@ from hydragraph.planner.bisection import above, bisect
 Floats = NDArray[np.float64]
 
 HOLDS_FOR = WHOLE_BACKWARD
-# Maximum length groups in the linear program, and maximum solutions.
+# Maximum groups of lengths per linear program, and maximum programs.
 GROUPS = 200
 ROUNDS = 3
 FORBIDDING = 1e6

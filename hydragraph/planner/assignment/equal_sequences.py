@@ -42,7 +42,7 @@ def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> t
 
 
 def by_formula(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Assignment:
-    """Return a nearly optimal assignment, by the module docstring's formula."""
+    """Return a nearly optimal assignment, by the module's formula."""
     kinds = _kinds(pipelines, lengths)
     counts = zip(kinds, _counts(kinds, len(lengths)), strict=True)
     return _assignment([_sizes(n, kind.micro_batches(n)) if n else () for kind, n in counts], lengths)
@@ -51,7 +51,7 @@ def by_formula(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Ass
 def rebalance(
     counts: list[int], end: Callable[[int, int], float], takers: Sequence[int], gain: float, moves: float
 ) -> None:
-    """Move work from the pipeline that ends last to the taker that then ends first, while this saves `gain`."""
+    """Move work from the pipeline that ends last to the one of `takers` that then ends first, while this saves `gain`."""
     while moves > 0:
         last = max(range(len(counts)), key=lambda p: end(p, counts[p]))
         taker = min((p for p in takers if p != last), key=lambda p: end(p, counts[p] + 1), default=last)
@@ -127,7 +127,13 @@ def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = 
 
 @dataclass(frozen=True)
 class _PipelineKind:
-    """Number of stages, the slowest stage's seconds per sequence and per micro-batch, and a micro-batch's capacity."""
+    """Cost of a pipeline for equal sequences.
+
+    Attributes:
+        each: seconds per sequence.
+        fixed: seconds per micro-batch.
+        most: sequences per micro-batch.
+    """
 
     stages: int
     each: float
@@ -136,7 +142,7 @@ class _PipelineKind:
 
     @classmethod
     def of(cls, pipeline: PipelineCost, length: int) -> _PipelineKind:
-        """Return the kind for sequences of one length; negative costs (measurement noise) are raised to at least 0."""
+        """Return the kind for one sequence length, without negative costs (measurement noise)."""
         sequence_s = max(LEAST_S, float(pipeline.envelope.work(length)))
         return cls(pipeline.stages, sequence_s, max(0.0, pipeline.c), pipeline.max_len // length)
 

@@ -1,4 +1,4 @@
-"""Assignment of sequences to pipelines: longest first, then local search with random moves (kicks); compiled.
+"""Assignment of sequences to pipelines: longest first, then local search with random moves, or kicks (compiled).
 
     n  sequences, sorted by length, descending
     P  pipelines
@@ -175,7 +175,7 @@ def ends_of(placed: Ints, instance: AssignmentArrays) -> Floats:
 
 @partial(compiled, shared=True)
 def longest_first(instance: AssignmentArrays, start: Ints, fullest: bool) -> Ints:
-    """Return each sequence's pipeline (-1: none): longest first, each joins the pipeline that finishes it first.
+    """Assign each sequence, longest first, to the pipeline that finishes it first; return the pipelines (-1: none).
 
     Args:
         start: index of the first sequence that each pipeline accepts [P].
@@ -204,7 +204,7 @@ def longest_first(instance: AssignmentArrays, start: Ints, fullest: bool) -> Int
                 continue
             if terms[t, MODE] == SINGLE and tokens[p] + lengths[i] > terms[t, MAX_LEN]:
                 continue
-            # Among equal pipelines, the first to end is best, unless its longest sequence determines its end.
+            # The equal pipeline that ends first is best, unless its longest sequence determines its end.
             key = -tokens[p] if fullest else ends[p]
             if key < least[t]:
                 least[t] = key
@@ -305,9 +305,9 @@ def horizon_of(ends: Floats, pipelines: int) -> float:
 
 @compiled
 def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
-    """Return a number that, plus added work, is a lower bound on pipeline q's new end time.
+    """Return a lower bound on pipeline q's new end time, excluding added work.
 
-    In mode FORMED, the number excludes the bubble, which more tokens may shorten.
+    In mode FORMED, the bound excludes the bubble, which more tokens may shorten.
     """
     return extra[q] + state.loads[q] if terms[MODE] == FORMED else state.ends[q]
 
@@ -325,7 +325,7 @@ def best_step(
         horizon: pipelines that end later are not tried as q.
 
     Returns:
-        That maximum after the step, i (-1: no step helps), k (-1: move), and q.
+        New max(end of p, end of q), i (-1: no step helps), k (-1: move), and q.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -420,7 +420,7 @@ def descend(placed: Ints, instance: AssignmentArrays, extra: Floats) -> float:
 
 @partial(compiled, shared=True)
 def kick(placed: Ints, instance: AssignmentArrays, extra: Floats, kicks: int, enough: float, seed: int) -> float:
-    """Run iterated local search in place: move a few sequences at random, `descend`, and undo both if this is worse."""
+    """Run iterated local search in place: move random sequences, `descend`, and undo both if the result is worse."""
     np.random.seed(seed)
     pipelines = len(instance.kind_of)
     n = len(placed)

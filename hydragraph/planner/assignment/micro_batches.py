@@ -60,8 +60,8 @@ def price(objective: int, largest: float, total: float, count: float, terms: Flo
 def largest_at_least(work: Floats, count: int) -> float:
     """Return a lower bound on the work of the largest of `count` micro-batches.
 
-    For example, at least three of the 2 count + 1 largest sequences share a micro-batch. Its work is at least that of
-    the three smallest of these sequences.
+    For example, three of the 2 count + 1 largest sequences must share a micro-batch, which has at least the work of the
+    three smallest.
     """
     n = len(work)
     bound = max(work[0], work.sum() / count)
@@ -78,7 +78,7 @@ def largest_at_least(work: Floats, count: int) -> float:
 
 @compiled
 def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> Ints:
-    """Return each sequence's micro-batch, or -1 if it does not fit."""
+    """Return each sequence's micro-batch; -1: the sequence does not fit."""
     instance = as_pipelines(work, lengths, count, max_len)
     start = np.zeros(count, np.int64)
     placed = longest_first(instance, start, False)
@@ -108,7 +108,7 @@ def priced(placed: Ints, work: Floats, count: int, objective: int, terms: Floats
 def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: int) -> tuple[float, float, int, Ints]:
     """Return the best packing: seconds, lower bound, V, and each sequence's micro-batch.
 
-    V is between ceil(sum l / MaxLen) and floor(sum l / UtilLen) (Appendix C), or larger if no such packing exists.
+    V is between ceil(sum l / MaxLen) and floor(sum l / UtilLen) (Appendix C), or larger if no such V suffices.
 
     Args:
         terms: coefficients of the pipeline's kind; see `local_search`.
@@ -142,7 +142,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
                 kept[k] = at
                 tried[k] = placed
                 break
-    # Kicks reduce the largest micro-batch, whose size is irrelevant for SUM with one stage.
+    # Random moves reduce the largest micro-batch, whose size is irrelevant for SUM with one stage.
     if objective == EQ1 or terms[BUBBLE] > 0:
         for k in range(KICKED):
             at = kept[k]
@@ -169,7 +169,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
 def form_in_order(
     work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: int
 ) -> tuple[float, float, int, Ints]:
-    """Return the result of `form`, without empty micro-batches, and ordered such that the largest is in the middle."""
+    """Return the result of `form` without empty micro-batches, ordered so that the largest is in the middle."""
     best, bound, count, placed = form(work, lengths, terms, objective, kicks)
     if count == 0:
         return best, bound, 0, placed

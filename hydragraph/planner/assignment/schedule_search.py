@@ -66,7 +66,7 @@ class PartialAssignment(NamedTuple):
         squares: sum of l^2 per micro-batch [M].
         tokens: sum of l per micro-batch [M].
         near: query-key pairs in each attention window, per micro-batch [M + 2, W].
-        rows: seconds [M + 2, S, 5]; the last two rows, here and in `near`, hold trials.
+        rows: seconds [M + 2, S, 5]; as in `near`, the last two rows are for trials.
         busy: computing seconds [P, S].
         spent: number of forwards and backwards simulated so far [1].
         trial: two orders being tried [2, C + 1].
@@ -164,7 +164,7 @@ def end_with(p: int, order: Ints, count: int, plan: PartialAssignment, given: Se
 
 @compiled
 def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: PartialAssignment, given: Sequences) -> bool:
-    """Fill trial row `at` with micro-batch m without sequence `less` and with `more`; return whether it fits.
+    """Write micro-batch m with `more` instead of `less` to trial row `at`; return whether the result fits.
 
     Args:
         m: micro-batch of pipeline p; -1: an empty one.
@@ -192,7 +192,7 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: PartialAs
 
 @compiled
 def without(i: int, p: int, plan: PartialAssignment, given: Sequences) -> int:
-    """Write pipeline p's order without sequence i to the first trial order; return its micro-batch count."""
+    """Write pipeline p's order without sequence i to the first trial order; return that order's length."""
     order = plan.trial[0]
     m = plan.batch[i]
     count = 0
@@ -211,7 +211,7 @@ def without(i: int, p: int, plan: PartialAssignment, given: Sequences) -> int:
 
 @compiled
 def try_places(i: int, q: int, order: Ints, count: int, best: float, plan: PartialAssignment, given: Sequences) -> bool:
-    """Put sequence i into an existing or new micro-batch of pipeline q if q then ends before `best`.
+    """Put sequence i into any micro-batch of pipeline q if q then ends before `best`.
 
     Args:
         order: micro-batches of q without sequence i.
@@ -333,7 +333,7 @@ def try_swaps(i: int, p: int, best: float, plan: PartialAssignment, given: Seque
 
 @compiled
 def least_with(i: int, k: int, q: int, plan: PartialAssignment, given: Sequences) -> float:
-    """Return a lower bound on the time of q's busiest stage, with sequence i added and k removed (-1: none)."""
+    """Return a lower bound on the busiest stage's time in pipeline q with sequence i but without k (-1: none)."""
     seconds = given.terms.seconds[given.kind_of[q]]
     reaches = given.terms.reaches
     most = 0.0
@@ -406,7 +406,7 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: PartialAssignm
 
 @compiled
 def improve_once(p: int, gain: float, plan: PartialAssignment, given: Sequences, tasks: int, changed: Bools) -> bool:
-    """Take the first step that helps pipeline p; mark changed pipelines."""
+    """Take the first step that speeds up pipeline p; mark changed pipelines."""
     best = plan.ends[p] * (1.0 - gain)
     if try_orders(p, best, plan, given):
         return True

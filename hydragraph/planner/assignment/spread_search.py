@@ -21,7 +21,7 @@ MANY = 1024
 
 @dataclass(frozen=True)
 class SearchEffort:
-    """Search effort; more effort never gives a worse result.
+    """Search effort. More effort never gives a worse result.
 
     Attributes:
         kicks: number of random moves for up to 10 pipelines and `MANY` sequences; larger problems get fewer.
@@ -42,7 +42,7 @@ DESCENTS = 4
 
 
 def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Floats], start: Ints) -> Relaxation:
-    """Solve the relaxation; raise its bound to at least the time that the slowest sequence takes alone.
+    """Solve the linear relaxation, and raise its bound to at least the slowest sequence's time alone.
 
     Args:
         cost: lower bound on each sequence's seconds [n, K].

@@ -82,7 +82,7 @@ def greedy(problem: AssignmentProblem, trials: int, seed: int) -> Ints:
 
 
 def eq3_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
-    """Return a function from a time z to the work that each kind of pipeline can finish by z with its least bubble."""
+    """Return a function that maps a time z to the most work that each kind of pipeline finishes by z."""
     shortest = problem.lengths[-1] if len(problem.lengths) else 0.0
     kinds: tuple[PipelineCost, ...] = problem.kinds
     bubble = np.array([k.micro_batch_seconds([shortest]) for k in kinds]) * problem.terms[:, local_search.BUBBLE]

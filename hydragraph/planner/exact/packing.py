@@ -21,7 +21,6 @@ class Packing:
 
     Attributes:
         seconds: value of Eq. 1.
-
         bound: lower bound on `seconds`.
     """
 
@@ -48,7 +47,7 @@ def pack(
 
     Args:
         lengths: tokens of each sequence; empty sequences are skipped.
-        devices: number of devices that share the state; default: the pipeline's.
+        devices: number of devices sharing the state; default: those of `scheme`.
         method: "exact" solves Eq. 1 through cvxpy (slow).
     """
     pipeline = profile.pipeline(scheme, devices or scheme[0] * scheme[1])
