@@ -113,7 +113,7 @@ def groupings(
     """Return groupings of the devices: a degree per type of device, and the best splits of nodes with stragglers.
 
     Args:
-        split, symmetric: as in `malleus_autohet.Way`.
+        split, symmetric: as in `malleus_autohet.SearchMethod`.
     """
     sites = list(dict.fromkeys(node.site for node in nodes))
     largest = {site: max(len(n.devices) for n in nodes if n.site == site) for site in sites}
@@ -166,7 +166,7 @@ def _groups(node: NodeDevices, shape: Sequence[int]) -> list[Group]:
 
 
 def runs(items: Sequence[T], sizes: Iterable[int]) -> Iterator[tuple[T, ...]]:
-    """Divide items into runs of these sizes."""
+    """Divide items into runs of given sizes."""
     rest = iter(items)
     return (tuple(islice(rest, size)) for size in sizes)
 

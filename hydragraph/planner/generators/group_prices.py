@@ -54,14 +54,14 @@ class LayerPrices:
         self.numbers = cache(self._rows)
 
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
-        """Return the memory of weights and gradients with messages relative to that without, at the peak and the end.
+        """Return the memory of weights, gradients and messages per byte of weights and gradients, at the peak and end.
 
         With equal shares, an owner sends weights to stages of other layers, and receives gradients from later stages
         while it computes. At the end, the owner has the gradients of every pipeline.
 
         Args:
             ahead: fraction of all layers in earlier stages.
-            behind: fraction in later stages.
+            behind: fraction of layers in later stages.
         """
         if self.costs.ranks == 1:
             return 1.0, 1.0
@@ -91,7 +91,7 @@ class LayerPrices:
         return tuple(tp for tp in sorted(measured) if tp <= most and self.options(site, tp))
 
     def within(self, site: DeviceSite) -> float:
-        """Return the fraction of all ranks that one node of a site contains."""
+        """Return the fraction of all ranks in one node of a site."""
         return len(self._ranks[site]) / self.costs.ranks
 
     def _option(self, site: DeviceSite, kind: StageKind) -> Option:

@@ -211,6 +211,6 @@ def _bench(
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
-    """Return the micro-batch sizes to try, and a size; the first larger one without gain ends the search."""
+    """Return the micro-batch sizes to try, and the size above which the first without gain ends the search."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     return [size for size in SIZES if size <= sequences], 2 * useful // length

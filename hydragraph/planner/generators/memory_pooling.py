@@ -199,7 +199,7 @@ def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float,
         price: price of a second, as a fraction of the state.
 
     Returns:
-        The fraction of the state that fits (-inf: the layers do not), and each stage's layers and option [S].
+        The fraction of the state that fits (-inf: layers do not fit), and each stage's layers and option [S].
     """
     layers = pool.layers
     stages, options = of.layer.shape

@@ -36,7 +36,7 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-# All orders of these types are tried.
+# Maximum types, because every order is tried.
 _MOST_TYPES = 5
 _FLYING = (1, 2, 4, 8, 16)
 # Bytes of messages in flight as a fraction of weights and gradients, and the usable fraction of memory.

@@ -1,7 +1,7 @@
 """Layout and timing of a pipeline of groups (compiled).
 
 In the default schedule, stage s of S has min(S - s, m) of the pipeline's m micro-batches in flight. An owner of state
-also stores messages (`Prices.held`).
+also stores messages (`LayerPrices.held`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Option(NamedTuple):
 
     Attributes:
         aux_s: seconds per micro-batch for aux (values such as rotary tables).
-        layer_s: seconds of a micro-batch's forward and backward in a layer.
-        first_s, last_s: the same in the first and the last block.
+        layer_s: a micro-batch's seconds in a layer, forward and backward.
+        first_s, last_s: a micro-batch's seconds in the first and last block.
         state_bytes: weights and gradients of a layer.
-        first_bytes, last_bytes: the same for the first and the last block.
+        first_bytes, last_bytes: weights and gradients of the first and last block.
         kept_bytes: activations per layer and micro-batch in flight.
         own_bytes: working memory and hidden states.
     """
@@ -61,7 +61,7 @@ def most_layers(option: Floats, memory: float, first: bool, last: bool, held: Fl
 
     Args:
         option: `NUMBERS` [9].
-        held: `Prices.held` [2].
+        held: `LayerPrices.held` [2].
     """
     outer = first * option[_FIRST_BYTES] + last * option[_LAST_BYTES]
     most = layers
@@ -83,7 +83,7 @@ def spread_over(
         order: form of each stage [S].
         options: `NUMBERS` of each form and option [F, O, 9].
         forms: (rate, memory, pull and push seconds per byte) of each form [F, 3].
-        held: `Prices.held_by_flight` [L + 1, 2, 2].
+        held: `LayerPrices.held_by_flight` [L + 1, 2, 2].
 
     Returns:
         Layers [S] and options [S]; empty if there is too little memory.
@@ -116,7 +116,7 @@ def timed(
     """Return the times of a pipeline with layers `taken` [S] and options `chosen` [S].
 
     Returns:
-        The fields first_s, each_s, exposed_s, traffic_s, stages_s [S] and passing_s [L] of `pipelines_of_groups.Laid`.
+        The fields first_s, each_s, exposed_s, traffic_s, stages_s [S] and passing_s [L] of `PipelineLayout`.
     """
     stages = len(order)
     seconds = np.empty(stages)
@@ -168,7 +168,8 @@ def awaited(seconds: Floats, taken: Ints, of_layer: Floats, slowest: Floats) -> 
     """Return how much longer a pipeline waits if each layer's pull and push take their maximum over all pipelines.
 
     Args:
-        of_layer, slowest: seconds of each layer's pull and push, here and the maximum [L].
+        of_layer: seconds of each layer's pull and push [L].
+        slowest: maximum over pipelines [L].
     """
     stages = len(seconds)
     alone = np.zeros(stages)

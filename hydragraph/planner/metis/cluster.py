@@ -78,7 +78,7 @@ class MetisCluster:
 
     @staticmethod
     def of(cluster: spec.Cluster | MetisCluster) -> MetisCluster:
-        """Convert a cluster; each type gets the least bandwidth inside a node of this type."""
+        """Convert a cluster, with the least bandwidth inside any node of each type."""
         if isinstance(cluster, MetisCluster):
             return cluster
         types: dict[str, MetisDeviceType] = {}

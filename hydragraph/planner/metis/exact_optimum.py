@@ -40,7 +40,7 @@ class Options(NamedTuple):
     """Possible stages for one order of types and one B, sorted by first rank.
 
     Attributes:
-        begin: index of the first option at each rank, then O [N + 1].
+        begin: index of each rank's first option, then O [N + 1].
         size: number of ranks [O].
         dp: replicas [O].
         tp: ranks per replica [O].

@@ -47,7 +47,7 @@ def search(
     mixed_tp: bool | None = None,
     groups: Literal["all", "metis"] | None = None,
 ) -> FoundPlan:
-    """Return the best plan of a search.
+    """Search for the best plan.
 
     Args:
         profile: measurements, stretched to `layers` (`MetisProfile.stretched`).
@@ -57,7 +57,7 @@ def search(
         mixed_tp: allow replicas with several device types, which Metis prices as if all were of the first type;
             default: False for "exact", else True.
         groups: only for "exact". "all" (default) allows stages of any power of two of ranks; "metis" requires at least
-            `ranks // stages` ranks.
+            `ranks // stages` ranks per stage.
 
     Raises:
         ValueError: the profile does not cover the cluster or the batch, or no plan fits.
@@ -80,8 +80,8 @@ def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | Non
     if groups == "all":
         best = optimum(problem, mixed_tp, until=until)
     else:
-        # With S stages, each stage must have at least ranks // S ranks. So search once for each minimum size, with
-        # enough stages for it.
+        # In plans with S stages, a stage has at least ranks // S ranks. So search once for each minimum size, with
+        # enough stages.
         ranks = problem.cluster.devices
         for smallest in (1 << i for i in range(ranks.bit_length())):
             best = optimum(problem, mixed_tp, smallest=smallest, fewest=ranks // (smallest + 1) + 1, known=best)

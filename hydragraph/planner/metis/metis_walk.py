@@ -60,9 +60,11 @@ def walk(
         stages: number of stages that Metis counts when it first prices a plan.
 
     Returns:
-        The number of steps; the cost of the cheapest plan that can train (infinite if there is none); the cost that
-        Metis's program reports; the cheapest plan's number of micro-batches, and its groups, dp, tp and first layers
-        [4, S + 1].
+        steps: number of steps.
+        best: cost of the cheapest plan that can train; infinite if there is none.
+        claimed: cost that Metis's program reports.
+        micro_batches: the cheapest plan's number of micro-batches.
+        plan: the cheapest plan's groups, dp, tp and first layers [4, S + 1].
     """
     count = divisions.shape[1]
     layers = tables.share.size
@@ -297,7 +299,7 @@ def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int)
 
 @compiled
 def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
-    """Lower the speeds of stages with too little memory, and raise the others; return whether this is possible."""
+    """Slow down stages with too little memory, and speed up other stages; return whether this is possible."""
     count = speed.size
     room = np.zeros(count)
     added = np.zeros(count)
@@ -355,7 +357,7 @@ def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None
 
 @compiled
 def give_pieces_forward(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Fill each stage but the last from the front; the first piece above a stage's capacity stays unassigned."""
+    """Fill each stage but the last from the front, leaving the first piece above its capacity unassigned."""
     at = 0
     end = split.size - 1 - PIECES
     for s in range(capacity.size - 1):
@@ -387,7 +389,7 @@ def give_pieces_to_last(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Give each remaining piece to the stage with most capacity, from the owner before it to the owner after it."""
+    """Give each unassigned piece to the stage with most capacity between the owners before and after the piece."""
     count = capacity.size
     low = np.full(count, split.size, dtype=np.int64)
     high = np.full(count, -1, dtype=np.int64)

@@ -120,7 +120,7 @@ class MetisProblem:
                     if entry is None:
                         continue
                     at = (t, tp.bit_length() - 1, m)
-                    # The last bit breaks ties in Metis's search, so times are added in Metis's order.
+                    # The last bit decides ties in Metis's search, so times are added in Metis's order.
                     np.cumsum(entry.layers_ms, out=upto[at][1:])
                     memory[at] = entry.memory_mb
                     sync[at] = entry.forward_backward_ms - upto[at][-1]

@@ -1,7 +1,7 @@
 """Metis's measurements of a model.
 
-They are read from a folder with one file per measurement, as in Metis (`DeviceType.A100_tp2_bs4.json`), or from one
-file per device type. This contains all layers under `samples`, or the first, middle and last layer under
+Measurements come from a folder with one file each, as in Metis (`DeviceType.A100_tp2_bs4.json`), or from one file
+per device type. A device type's file has all layers under `samples`, or the first, middle and last under
 `by_num_layers`.
 """
 
