@@ -1,1 +1,1 @@
-"""The papers' integer programs, for small problems and as a reference in tests."""
+"""Integer programs of Hydraulis and AutoHet, for small problems and for tests."""

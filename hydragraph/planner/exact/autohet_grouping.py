@@ -6,7 +6,7 @@ fraction rho = (P - 1) / (K + P - 1) of the time. The program is
 
     maximize  D min_j G_j,   G_j = (1 - rho_j) sum_i g_i x_ij = K sum_i g_i x_ij / (K + P_j - 1),
 
-where x_ij is 1 if entity i is in group j, else 0; every entity is in exactly one group, and every group has at least
+where x_ij is 1 if entity i is in group j, else 0. Every entity is in exactly one group, and every group has at least
 `least_memory` bytes.
 """
 

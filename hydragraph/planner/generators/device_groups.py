@@ -27,7 +27,11 @@ COMBINATIONS = 256
 
 @dataclass(frozen=True)
 class Group:
-    """Devices of one node that share each layer; `rate` is the slowest device's rate."""
+    """Devices of one node that share each layer.
+
+    Attributes:
+        rate: slowest device's rate.
+    """
 
     devices: tuple[int, ...]
     site: DeviceSite

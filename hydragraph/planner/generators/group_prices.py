@@ -71,7 +71,7 @@ class LayerPrices:
 
     @cached_property
     def held_by_flight(self) -> NDArray[np.float64]:
-        """`held` of equal stages, indexed by micro-batches in flight and by first or later stage [L + 1, 2, 2]."""
+        """`held` of equal stages [L + 1, 2, 2], by micro-batches in flight and by first or later stage."""
         rows = []
         for flying in range(1, self.layers + 1):
             behind = 1 - 1 / flying

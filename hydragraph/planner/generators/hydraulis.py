@@ -74,7 +74,7 @@ class Share:
 
 @dataclass(frozen=True)
 class FractionalStrategy:
-    """The best fractional strategy for sequences up to a length.
+    """The best strategy with fractional pipelines, for sequences up to a length.
 
     Attributes:
         seconds: t[N][L].
@@ -159,7 +159,7 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
                 d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
                 grown = max(d, 1) * devices[k]
                 if grown >= best:
-                    break  # a longer interval needs no fewer devices
+                    break  # longer intervals need no fewer devices
                 total = units[above] + grown
                 if total < best:
                     best = total
@@ -188,7 +188,7 @@ def least(data: Histogram, devices: int) -> FractionalStrategy:
     last = data.work.shape[1] - 1
     budget = devices * PIPELINE_STEPS
     low = 0.0
-    high = float(data.work[data.levels >= last, last].max()) * PIPELINE_STEPS  # enough even for a tenth of one pipeline
+    high = float(data.work[data.levels >= last, last].max()) * PIPELINE_STEPS  # enough for a tenth of a pipeline
     best: FractionalStrategy | None = None
     while best is None or high - low > 1e-12 * high:
         t = high if best is None else (low + high) / 2

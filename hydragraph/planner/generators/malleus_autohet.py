@@ -1,4 +1,4 @@
-"""Search for plans of equal sequences, over degrees, groups, numbers of pipelines and micro-batch sizes."""
+"""Search for plans for equal sequences, over degrees, groups, numbers of pipelines and micro-batch sizes."""
 
 from __future__ import annotations
 

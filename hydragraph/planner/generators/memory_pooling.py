@@ -7,8 +7,12 @@ own:
 
     room_s = tp_s min((limit - need) / (state + beside), (limit - gradients) / (state + at_end)),   sum_s room_s >= 1
 
-The two terms are the memory limits of `price_candidate.owners`: `need` is a rank's bytes without state, `gradients` the
-rank's gradient bytes, and `beside` and `at_end` are an owner's message bytes at the peak and at the end.
+The two terms are the memory limits of `price_candidate.owners`:
+
+    need       a rank's bytes without state
+    gradients  a rank's gradient bytes
+    beside     an owner's message bytes at the peak
+    at_end     an owner's message bytes at the end
 """
 
 from __future__ import annotations
@@ -94,7 +98,7 @@ class _Row(NamedTuple):
 
 
 def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[SearchCandidate]:
-    """Yield variants of the candidate, with layers redistributed to be faster or to fit."""
+    """Yield variants of the candidate, with layers redistributed to save time or to fit."""
     if costs.ranks == 1:
         return
     bench = candidate.bench

@@ -1,6 +1,6 @@
 """Metis's search with `Costs`: stages over all devices, with different data-parallel degrees.
 
-Metis's cost model ranks the plans; `Costs` predicts their times. Unlike in Metis, a replica's ranks must be in one
+Metis's cost model ranks the plans, and `Costs` predicts times. Unlike in Metis, a replica's ranks must be in one
 node, and memory is limited per rank. The search runs for 1, 2, 4, ... micro-batches in flight, with and without
 recomputation.
 
@@ -36,7 +36,7 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-# Maximum types, because every order is tried.
+# Maximum device types (all orders are tried).
 _MOST_TYPES = 5
 _FLYING = (1, 2, 4, 8, 16)
 # Bytes of messages in flight as a fraction of weights and gradients, and the usable fraction of memory.

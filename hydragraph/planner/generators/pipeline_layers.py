@@ -1,6 +1,6 @@
 """Distribution of layers over the stages of one pipeline.
 
-For a micro-batch, stage j takes y_j seconds per layer, plus f_j for the first or last block. Its memory fits at most
+For a micro-batch, stage j takes y_j seconds per layer, plus f_j for the first or last block. Stage j holds at most
 cap_j layers. With m micro-batches, and l_j of the L layers on stage j, a pipeline takes
 
     sum_j t_j + (m - 1) max_j t_j,   t_j = f_j + y_j l_j,   sum_j l_j = L,   1 <= l_j <= cap_j

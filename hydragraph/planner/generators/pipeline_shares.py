@@ -1,4 +1,4 @@
-"""Distribution of micro-batches over pipelines such that the last one ends earliest (Malleus's data ILP).
+"""Distribution of micro-batches over pipelines that minimizes the last pipeline's end time (Malleus's data ILP).
 
 Pipeline i takes first_i + (m_i - 1) each_i for m_i micro-batches; sum m_i = M. By time T, pipeline i can finish
 floor((T - first_i) / each_i) + 1 micro-batches, or none if T < first_i. Bisection finds the least T.

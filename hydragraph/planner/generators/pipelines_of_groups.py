@@ -1,6 +1,6 @@
 """Assembly of tensor-parallel groups into pipelines: balanced partitions, improved by exchanges of groups.
 
-A pipeline is a multiset of forms (kinds of equal groups); `PipelinePricing.lay` orders the groups and divides the
+A pipeline is a multiset of forms (kinds of equal groups). `PipelinePricing.lay` orders the groups and divides the
 layers. The slowest group is the first stage (Malleus, theorem 3; AutoHet), which stores the most micro-batches. The
 order from most to least memory is also tried.
 """
@@ -61,7 +61,7 @@ NOTHING_FITS = PipelineLayout((), (), (), math.inf, 0.0, math.inf, 0.0, np.zeros
 
 @dataclass(frozen=True)
 class Partition:
-    """Pipelines (multisets of forms, with counts) and idle groups."""
+    """Pipelines, as pairs (multiset of forms, count), and idle groups."""
 
     pipelines: tuple[tuple[Multiset, int], ...]
     idle: Multiset
@@ -154,7 +154,7 @@ class PipelinePricing:
         """Return the iteration time in seconds.
 
         Args:
-            worth: seconds; if the result is not below `worth`, it may be only a lower bound.
+            worth: a result of at least `worth` seconds may be a lower bound.
         """
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))
