@@ -82,7 +82,7 @@ STAGED = 2
 NEAR = 0.005
 # Plans for varying lengths within this fraction of the best time are simulated again with the given rank numbers.
 AGAIN = 0.01
-# No work starts after the fraction SEARCHING of the deadline; searches may use FINDING of that time.
+# No work starts after the fraction SEARCHING of the deadline. Searches may use FINDING of the rest.
 SEARCHING = 0.9
 FINDING = 0.65
 CLIMBS = 3

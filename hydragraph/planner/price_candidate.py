@@ -91,7 +91,7 @@ def unlike(candidates: Iterable[SearchCandidate]) -> list[SearchCandidate]:
 
 @dataclass(frozen=True)
 class PricedPlan:
-    """A runnable strategy with owners of the state and assignments.
+    """A runnable strategy, its home (owners of the state) and its assignments.
 
     Attributes:
         by_batch: seconds of each mini-batch, infinite if it does not fit.

@@ -37,7 +37,7 @@ class PlanRequest:
 
     Attributes:
         charges: each candidate's iteration time minus its slowest pipeline's time.
-        guessed: whether costs are assumed, not measured; if so, MaxLen is raised for longer sequences.
+        guessed: whether costs are assumed instead of measured. Assumed MaxLens are raised for longer sequences.
     """
 
     candidates: tuple[tuple[PipelineCost, ...], ...]

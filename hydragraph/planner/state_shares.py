@@ -43,7 +43,7 @@ def filled(seconds: Floats, room: Floats) -> Floats | None:
 
 
 def filled_apart(seconds: Floats, room: Floats, nodes: Sequence[int]) -> Floats | None:
-    """Return fractions as in `filled` for two copies, such that no node owns more than one copy.
+    """Return fractions as in `filled` for two copies, so that no node owns more than one copy.
 
     If a node would own more, it owns one whole copy, and the other nodes share the second copy.
     """

@@ -1,4 +1,4 @@
-"""Sample mini-batches that quickly predict the times of many strategies."""
+"""Quick prediction of many strategies' times for sample mini-batches."""
 
 from __future__ import annotations
 

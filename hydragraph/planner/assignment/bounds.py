@@ -12,7 +12,7 @@ find good prices, so it groups similar lengths.
     lambda       [K]     `prices`: dual variables of the capacities
 
 If the schedule does not split backwards (`HOLDS_FOR`), `schedule_bound` adds bounds from the schedule. If every
-sequence of a pipeline takes at least f seconds to reach a stage in the forward, and b seconds to return in the
+sequence of a pipeline takes at least f seconds to reach a stage in the forward, and b seconds to return from it in the
 backward, the pipeline takes at least f + b plus the stage's computing time. Bounds for the p longest sequences:
 
     divided     the relaxation, with z - f - b seconds on each pipeline
@@ -50,7 +50,7 @@ FORBIDDING = 1e6
 
 @dataclass(frozen=True)
 class Relaxation:
-    """Solution of the relaxation.
+    """Solution of the linear relaxation.
 
     Attributes:
         seconds: lower bound on the time of any assignment.
@@ -62,7 +62,7 @@ class Relaxation:
 
 
 def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Relaxation:
-    """Solve the relaxation.
+    """Solve the linear relaxation.
 
     Args:
         capacity: nondecreasing function of the deadline z.
@@ -90,7 +90,7 @@ def _groups(cost: Floats) -> NDArray[np.int64]:
     n = len(cost)
     if n <= GROUPS:
         return np.arange(n)
-    # Groups of long sequences are smaller, because each long sequence matters.
+    # Groups of long sequences are smaller.
     fits = np.isfinite(cost).sum(1)
     even = np.unique(np.round(np.geomspace(1, n, GROUPS)).astype(np.int64)) - 1
     return np.unique(np.concatenate([[0], even, np.flatnonzero(np.diff(fits)) + 1]))

@@ -51,7 +51,7 @@ def by_formula(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Ass
 def rebalance(
     counts: list[int], end: Callable[[int, int], float], takers: Sequence[int], gain: float, moves: float
 ) -> None:
-    """Move work from the pipeline that ends last to the one of `takers` that then ends first, while this saves `gain`."""
+    """Move work from the last pipeline to end to the one of `takers` that then ends first, while this saves `gain`."""
     while moves > 0:
         last = max(range(len(counts)), key=lambda p: end(p, counts[p]))
         taker = min((p for p in takers if p != last), key=lambda p: end(p, counts[p] + 1), default=last)
@@ -127,7 +127,7 @@ def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = 
 
 @dataclass(frozen=True)
 class _PipelineKind:
-    """Cost of a pipeline for equal sequences.
+    """Cost of a pipeline's slowest stage.
 
     Attributes:
         each: seconds per sequence.

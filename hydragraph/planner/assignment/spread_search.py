@@ -1,6 +1,6 @@
 """Search for the best assignment of a mini-batch to pipelines.
 
-The search starts from the rounded relaxation, the longest-first assignment, the result of Hydraulis's Alg. 1, and
+The search starts from the rounded linear relaxation, longest-first assignment, the result of Hydraulis's Alg. 1, and
 longest-first assignments in which random pipelines refuse long sequences.
 """
 

@@ -1,14 +1,14 @@
 """Plan with the least cost in Metis's model, found by dynamic programming over labels.
 
 For one order of types and one number of micro-batches B, a plan is a path from (no ranks, no layers) to (all ranks, all
-layers). An *option* is a stage's first rank, number of ranks and degrees; an option with layers is a step of the path.
+layers). An *option* is a stage's first rank, number of ranks and degrees. An option with layers is a step of the path.
 The cost is
 
     cost = B generator + (B - 1) max t + max o + max g + sum (t + handed on) + B sync of the last stage
 
 where t, o and g are the milliseconds of a stage's micro-batch, update and gradient transfer (`metis_cost` explains the
 other terms). A *label* is the total of the stages so far: (sum, t, o, g). At the same ranks and layers, label P
-dominates Q if
+dominates label Q if
 
     P.sum + (B - 1) (P.t - Q.t)^+ + (P.o - Q.o)^+ + (P.g - Q.g)^+ <= Q.sum
 

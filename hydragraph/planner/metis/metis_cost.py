@@ -5,7 +5,7 @@
     mbs  samples per micro-batch and replica, batch // dp // B
 
 A stage of one device type takes upto[b] - upto[a] for a micro-batch. A stage of several types splits its batch // B
-samples over replicas by their speed for one sample; 5 samples take the time of 4 plus the time of 1. The cost is
+samples over replicas by speed for one sample. A replica computes 5 samples in the time of 4 plus that of 1. The cost is
 
     total = (B - 1) max_s t_s + sum_s t_s                     pipeline
           + B max of sync over the last stage's types         time outside layers
@@ -56,7 +56,7 @@ def parts(plan: StagePlan) -> dict[str, float]:
     )
     if not np.isfinite(parts_ms).all():
         raise ValueError(
-            f"{plan}: the profile has no entry for a stage's micro-batch size or degree; measure this stage first"
+            f"{plan}: the profile has no entry for a stage's micro-batch size or degree; measure all stages first"
         )
     return dict(zip(PARTS, map(float, parts_ms), strict=True))
 
@@ -123,7 +123,7 @@ def degree_index(tp: int) -> int:
 
 @compiled
 def one_type(kinds: Ints, start: int, size: int) -> bool:
-    """Return whether all ranks of a group have one type; ranks are sorted by type."""
+    """Return whether all ranks of a group, sorted by type, have one type."""
     return bool(kinds[start] == kinds[start + size - 1])
 
 

@@ -27,7 +27,7 @@ class FoundPlan(StagePlan):
     Attributes:
         cost: `metis.cost` of the plan, in milliseconds.
         steps: number of steps (Table 1 of the improved paper); for "exact", number of labels.
-        claimed: cost that the published program prints; it may count only the first stage or omit layers. None for
+        claimed: cost that the published program prints, which may count only the first stage or omit layers; None for
             "exact".
     """
 

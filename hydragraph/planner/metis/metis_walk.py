@@ -299,7 +299,7 @@ def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int)
 
 @compiled
 def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
-    """Slow down stages with too little memory, and speed up other stages; return whether this is possible."""
+    """Lower the speeds of stages with too little memory, and raise other speeds; return whether this is possible."""
     count = speed.size
     room = np.zeros(count)
     added = np.zeros(count)

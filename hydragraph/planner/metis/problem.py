@@ -157,7 +157,7 @@ class MetisProblem:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Stages of consecutive ranks; ranks are sorted by type.
+    """Stages of consecutive ranks, which are sorted by type.
 
     Attributes:
         types: types of devices in order (Metis's node sequence).
