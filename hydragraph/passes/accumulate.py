@@ -1,9 +1,9 @@
-"""Pass `accumulate`: add each weight gradient to the running sum inside the matrix product that computes it.
+"""Pass `accumulate`: fuse each weight gradient's matrix product with its addition to the gradient sum.
 
     before     dW = mm(dy^t, x)         returned; the executor computes total += dW
     after      total.addmm_(dy^t, x, beta=beta)
 
-Fusing the addition saves two thirds of dW's memory traffic. `beta` is 0 for the first micro-batch, then 1.
+The fusion saves two thirds of a gradient's memory traffic. `beta` is 0 for the first micro-batch, then 1.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ aten = torch.ops.aten
 
 
 def accumulate(variant: Variant) -> Variant:
-    """Return a variant whose matmuls accumulate each gradient that nothing else reads into a buffer (`added`)."""
+    """Return a variant whose matrix products add weight gradients to buffers (`Variant.added`) where possible."""
     if not variant.gradients:
         return variant
     graph = fx.Graph()
     results: Any = graph.graph_copy(variant.backward.graph, {})
     # The hidden state's gradient is not summed.
     gradients = dict(zip(variant.gradients, results, strict=True))
-    # Add the output now, so that it counts as a user of each gradient.
+    # The output must count as a user of each gradient.
     graph.output(results)
     products = {
         n: product for n, node in gradients.items() if n != "hidden" and (product := _product(node)) is not None
@@ -46,7 +46,7 @@ def accumulate(variant: Variant) -> Variant:
 
 
 def _product(node: fx.Node) -> tuple[fx.Node, bool] | None:
-    """Return the product that computes a gradient, and whether the gradient is its transpose."""
+    """Return the product that computes a gradient, and whether the gradient is the product's transpose."""
     transposed = False
     while len(node.users) == 1:
         if node.target is aten.mm.default:

@@ -7,8 +7,8 @@
     communicate(y, "exit")        the forward sums the partial sums here
     hidden + y
 
-Experts compute several rows per token. To communicate less, "enter" comes before rows are selected or repeated, and
-"exit" comes after a token's rows are summed. Routing weights have their own "enter".
+Experts compute several rows per token. To communicate less, "enter" precedes the operators that copy tokens to rows,
+and "exit" follows the sum of each token's rows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
         if node.op == "output":
             result.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
             continue
-        # The push sums partial gradients of parameters; parameters in `mixed` also get complete gradients.
+        # Pushes sum partial gradients, so only parameters that also get complete gradients (`mixed`) need "enter".
         whole = _whole_operands(node, cuts) - unsummed if node in cut_users else set()
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}
@@ -71,7 +71,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
 
 
 def partial_sums(graph: fx.Graph, cuts: Cuts) -> set[fx.Node]:
-    """Return the nodes that hold partial sums, from the experts' row-parallel product to its "exit"."""
+    """Return the nodes between experts' row-parallel products and "exit", which hold partial sums."""
     partial: set[fx.Node] = set()
     for node in graph.nodes:
         sources = [n for n in node.all_input_nodes if n in partial or (n in cuts.rows and is_grouped(n))]

@@ -1,4 +1,4 @@
-"""Pass `bind`: move a graph's constants and new tensors to the device on which the graph runs."""
+"""Pass `bind`: move a graph's constants to a device, and let the graph create tensors there."""
 
 from __future__ import annotations
 

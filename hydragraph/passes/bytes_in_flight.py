@@ -1,4 +1,4 @@
-"""Limit on the bytes in flight (`hg.compile(window=)`): a pull or push waits until enough earlier ones have ended."""
+"""Limit on the bytes of pulls and pushes in flight (`hg.compile(window=)`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hydragraph.ir.value import Value, ValueKind
 
 
 def windowed(exchanges: Sequence[Instruction], outline: Outline) -> list[Instruction]:
-    """Make every pull or push wait for the earlier ones that must end first (`Outline.awaited`)."""
+    """Make each exchange (pull or push) wait for the earlier exchanges that `Outline.awaited` returns."""
     awaited = outline.awaited([exchange.target for exchange in exchanges])
     return [
         exchange.waiting_for(tuple(map(EXCHANGED[exchange.op], names)))
@@ -19,10 +19,9 @@ def windowed(exchanges: Sequence[Instruction], outline: Outline) -> list[Instruc
 
 
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
-    """Put pulls before a rank's work, except that each forward follows the first pull that waits for that forward's
-    weights.
+    """Put a rank's pulls before its work, but run the first micro-batch's forwards as soon as their weights arrive.
 
-    Only a first stage runs forwards between pulls; a later stage would have to wait for a hidden state.
+    Only first stages run forwards between pulls, because later stages would wait for hidden states.
     """
     first = _first_forwards(work)
     arrived: set[Value] = set()
@@ -50,10 +49,8 @@ def _pulled(instruction: Instruction) -> set[Value]:
 
 
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
-    """Return the first index in a rank's work where waiting for pushes delays no other rank.
-
-    On later stages, return the end of the work, because not all ranks of a stage send.
-    """
+    """Return the first index in a rank's work where waiting for pushes delays no other rank."""
+    # All ranks of a stage need the same index, but only some send.
     if not first_stage:
         return len(work)
     return max((i + 1 for i, instruction in enumerate(work) if instruction.stream is Stream.P2P), default=0)

@@ -17,11 +17,11 @@ aten = torch.ops.aten
 GRAD_MODE = "wrap_with_set_grad_enabled"
 AUTOCAST = "wrap_with_autocast"
 NO_OPS = CASTS | {aten.alias.default, aten.dropout.default, aten.contiguous.default}
-# Assertions hold for the example's sizes; `prove_sizes` covers all sizes.
+# Assertions cover only the traced sizes, unlike `prove_sizes`.
 ASSERTIONS = frozenset(
     {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 )
-IMPURE = frozenset({"output", "placeholder", "addmm_"})  # operations and methods that are kept without a reader
+IMPURE = frozenset({"output", "placeholder", "addmm_"})  # operations and methods that are kept even if unread
 SYNONYMS = {
     "absolute": "abs",
     "divide": "div",
@@ -112,7 +112,7 @@ def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
     dtype = value_of(counted).dtype
     if dtype.is_floating_point:
         return
-    # fp32 counts exactly up to 2^24, and a micro-batch has fewer tokens.
+    # Counts up to 2^24 are exact in fp32, and a micro-batch has fewer tokens.
     with graph.inserting_before(node):
         floats = graph.call_function(aten._to_copy.default, (counted,), {"dtype": torch.float32})
     floats.meta = {**counted.meta, "val": value_of(counted).float()}
@@ -125,7 +125,7 @@ def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def count_integers(node: fx.Node) -> None:
-    """Undo `_count_floats`, because a GPU counts only integers deterministically."""
+    """Undo `_count_floats`, because GPUs count only integers deterministically."""
     cast = operands(node)[0]
     if cast.target is not aten._to_copy.default:
         return

@@ -1,7 +1,7 @@
 """Tensor-parallel collectives as operators of the forward graph, and their backwards.
 
-The operators have no implementation: after differentiation, calls of the runtime's `collectives` replace them. States
-are R (replicated), P (partial sum) and S (sharded by tokens), as in `hydragraph.passes.shard`.
+After differentiation, calls of the runtime's `collectives` replace the operators, which have no implementation. In the
+table, R is a replicated value, P a partial sum, and S a value sharded by tokens.
 
                forward             backward
     tp_enter   R -> R  no-op       P -> R  all_reduce
@@ -33,14 +33,14 @@ for _name in ("tp_enter", "tp_sum", "tp_max"):
     define(f"hydragraph::{_name}", "(Tensor x) -> Tensor")
 for _name in _LONGER | _SHORTER:
     define(f"hydragraph::{_name}", "(Tensor x, SymInt dim, SymInt ranks) -> Tensor")
-# Inputs: hidden (R); this rank's rows of the head, from row `start`; `rows`: approximate rows per rank, equal on all
-# ranks; `classes`: total rows on all ranks. Results: the loss (R), and the gradients of hidden (P) and of the rows.
+# `weight`: this rank's rows of the head, from row `start`. `rows`: approximate rows per rank, equal on all ranks.
+# `classes`: total rows on all ranks. Results: the loss (R), and the gradients of `hidden` (P) and `weight`.
 define("hydragraph::tp_head_loss", f"({_HEAD}, float smoothing, SymInt classes) -> (Tensor, Tensor, Tensor)")
-# The same inputs. Results: each token's loss and log-sum-exp (R).
+# Results: each token's loss and log-sum-exp (R).
 define("hydragraph::tp_head_token_losses", f"({_HEAD}) -> (Tensor, Tensor)")
 
 
-# Received values are contiguous.
+# Collectives return contiguous tensors.
 def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -78,10 +78,10 @@ register_fake("hydragraph::tp_head_loss", lambda hidden, weight, *_: like_gradie
 register_autograd("hydragraph::tp_head_loss", scale_gradients, setup_context=keep_gradients)
 
 register_fake("hydragraph::tp_head_token_losses", lambda hidden, *_: like_losses(hidden))
-# The backward of tp_head_token_losses does not communicate: its gradient of hidden is this rank's part of a sum (P).
+# The backward of tp_head_token_losses does not communicate: its gradient of `hidden` is a partial sum (P).
 register_autograd("hydragraph::tp_head_token_losses", token_gradients, setup_context=keep_operands)
 
-SUMMED = "all_reduce_product"  # of `sums_in_pieces`
+SUMMED = "all_reduce_product"  # inserted by `sums_in_pieces`
 METHODS = {
     torch.ops.hydragraph.tp_sum.default: "all_reduce",
     torch.ops.hydragraph.tp_max.default: "all_reduce_max",
@@ -92,8 +92,8 @@ METHODS = {
     torch.ops.hydragraph.tp_head_loss.default: "head_loss",
     torch.ops.hydragraph.tp_head_token_losses.default: "head_token_losses",
 }
-# In a ring of t ranks, each rank sends this many times (t - 1) / t of the unsharded tensor (Patarasuk and Yuan, 2009).
-# A sharded head's loss exchanges a few numbers per token, which are not counted.
+# Collective -> n: in a ring of t ranks, each rank sends n (t - 1) / t unsharded tensors (Patarasuk and Yuan, 2009). The
+# few numbers per token that a sharded head's loss sends are not counted.
 SENT = {
     "all_reduce": 2,
     SUMMED: 2,

@@ -1,8 +1,7 @@
 """Pass `compile_variant`: compile a variant's graphs with Inductor, in pieces between operators that are not compiled.
 
-Collectives stay uncompiled. Operators that sum rows stay uncompiled if Inductor's version sums in the order of thread
-arrival, which is not deterministic. Runs of operators with too little to fuse, such as views and one matrix product,
-also stay uncompiled.
+Collectives stay uncompiled, as do operators whose compiled sums are not deterministic. Sequences of operators with too
+little to fuse, such as views and one matrix product, also stay uncompiled.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from hydragraph.spec.strategy import Strategy
 aten = torch.ops.aten
 
 BACKENDS = ("inductor", "eager")
-# Value of the first symbolic size when kernels are tuned.
+# Inductor tunes kernels for this value of the first symbolic size.
 TUNED = 2048
-# Maximum versions of a piece: Inductor distinguishes small from large sizes, and 32-bit from 64-bit indices.
+# Maximum compiled versions of a piece: Inductor distinguishes small from large sizes, and 32-bit from 64-bit indices.
 CODES = 4
 WORTH = 2
 
@@ -58,10 +57,10 @@ NO_WORK = frozenset({aten._unsafe_view.default, aten.detach.default, aten.scalar
 
 
 def choose_backend(asked: str | None, device: torch.device) -> str:
-    """Return "inductor" or "eager"; None selects Inductor on CUDA and eager elsewhere.
+    """Return the backend: `asked` or, if None, "inductor" on CUDA and "eager" elsewhere.
 
     Raises:
-        ValueError: `asked` is neither of these names.
+        ValueError: `asked` is not a backend.
         Unsupported: Inductor finds no compiler on this host.
     """
     if asked is not None and asked not in BACKENDS:
@@ -74,7 +73,7 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 
 
 def refuse_halves(strategy: Strategy) -> None:
-    """Raise Unsupported if a schedule splits each backward: Inductor compiles it as a whole."""
+    """Raise Unsupported if a schedule splits backwards, which Inductor compiles as a whole."""
     require_whole_backward(strategy, "compilation with Inductor", 'pass backend="eager"')
 
 
@@ -85,7 +84,7 @@ def compile_variant(
 
     Args:
         variant: variant traced on CPU with contiguous weights.
-        strides: parameter name -> strides of its shard in a flat buffer. Other inputs are made contiguous.
+        strides: parameter name -> strides of the parameter's shard in a flat buffer.
         device: device of the inputs, except 0-d integers, which are on the CPU.
 
     Raises:
@@ -119,10 +118,10 @@ def _place(value: Any, device: torch.device, strides: tuple[int, ...] | None) ->
 
 
 class GraphPiece(nn.Module):
-    """Compiled part of a graph. Its arguments are the values of `symbols`, then the inputs; it returns a tuple.
+    """Compiled part of a graph, called with the values of `symbols`, then the inputs.
 
     Attributes:
-        graph: uncompiled graph, which runs if a size is 0 or 1, or no compiled code supports the sizes.
+        graph: uncompiled graph, which runs if no compiled code supports the sizes.
     """
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -132,7 +131,7 @@ class GraphPiece(nn.Module):
         self._outputs = tuple(outputs)
         self.symbols = symbols_of(inputs)
         self.codes: list[tuple[Code, Condition]] = []
-        # Each symbol gets another size, because Inductor merges symbols of equal size.
+        # Symbols get different sizes, because Inductor merges symbols of equal size.
         self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])
 
     def forward(self, *arguments: Any) -> Sequence[Any]:

@@ -7,8 +7,8 @@ as follows:
     forward    (W, x) -> (y, x as [T, 4], W again, T)         `outputs` 1; the three others are saved.0, .1 and .2
     backward   (T, x as [T, 4], W again, dy) -> (dW, dx)      `needs` saved.2, saved.0, saved.1, tangent
 
-A parameter that the backward needs is passed again (`needs`), not saved, so that micro-batches in flight do not keep it
-in memory.
+Parameters are passed to the backward (`needs`), not saved, so that micro-batches in flight do not keep parameters in
+memory.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class Variant:
     """A template's graphs for one rank of a stage.
 
     Attributes:
-        forward: takes `inputs` in order; returns the outputs, then the saved values.
-        backward: takes `needs` in order, then two arguments for each name in `added`: the 2-D buffer to which the
-            gradient is added, and beta, which is 0 to ignore the buffer's content, else 1. Returns one gradient per
-            name in `gradients`.
-        inputs: names of parameters, buffers and template inputs; `start_of(name)` for each name in `vocabulary`; and
+        forward: graph from `inputs` to the outputs and saved values.
+        backward: graph from `needs` to `gradients`. For each name in `added`, the graph also takes a 2-D buffer, and
+            beta, which is 0 to ignore the buffer's content, else 1.
+        inputs: names of parameters, buffers and template inputs, `start_of(name)` for each name in `vocabulary`, and
             "collectives" if the forward communicates.
         needs: names "saved.{i}", parameters' names, "tangent" (the output's gradient), or "collectives".
-        gradients: names of the trainable parameters, and "hidden" if anything before the block is trained.
-        vocabulary: parameters sharded along the vocabulary; see `start_of`.
+        gradients: names of parameters, or "hidden", whose gradients the backward returns.
+        vocabulary: parameters sharded along the vocabulary.
+        added: names of parameters whose gradients the backward adds to buffers.
     """
 
     forward: fx.GraphModule
@@ -80,7 +80,7 @@ class Variant:
 
     def __getattr__(self, name: str) -> Any:
         if name in _GRAPHS:
-            with _DECODING:  # the check's threads request graphs concurrently
+            with _DECODING:  # threads may request graphs concurrently
                 if "_data" in vars(self):
                     vars(self).update(zip(_GRAPHS, decode(vars(self)["_data"]), strict=True))
                     del vars(self)["_data"]
@@ -96,9 +96,9 @@ def saved_names(count: int) -> tuple[str, ...]:
 @one_pass()
 @code_when_called()
 def differentiate(spec: VariantSpec, sharded: ShardedTemplate) -> Variant:
-    """Trace forward and backward of a sharded template as one graph, and split it.
+    """Trace the forward and backward of a sharded template as one graph, and split the graph.
 
-    Without gradients, there are no saved values and the backward is empty.
+    The backward of a template without gradients is empty.
 
     Raises:
         Unsupported: the graphs would be valid only for some numbers of tokens.
@@ -153,7 +153,7 @@ def _output(graph: fx.GraphModule, values: list[fx.Node]) -> None:
 
 def _bind(module: fx.GraphModule) -> bool:
     graph = module.graph
-    # An "enter" is a no-op in the forward; its backward is a separate sum.
+    # "enter" has no effect: a separate operator sums gradients.
     for node in [n for n in graph.nodes if n.target is IDENTITY]:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
