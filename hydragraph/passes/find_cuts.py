@@ -1,11 +1,11 @@
 """Search for the dimensions that tensor parallelism may shard: a walk follows sharded values through a forward graph.
 
-A product with a weight may give each rank some columns of its result (*column-parallel*). Everything computed from
-these columns stays sharded along the same units until a second product sums the parts (*row-parallel*). At first, every
-product with a replicated input is a candidate. The walk drops a candidate when an operator needs the whole sharded
-dimension. A parameter is sharded only if all its readers need the same shards.
+In a *column-parallel* product with a weight, each rank computes some columns of the result. Values computed from the
+columns stay sharded until a *row-parallel* product, whose results are summed over the ranks. At first, every product
+with a replicated input is a candidate for column parallelism. The walk drops a candidate if an operator needs the whole
+sharded dimension. A parameter is sharded only if all operators that read it need the same shards.
 
-In a Llama with 4 heads of size 16 (H = 64), the walk from the query's product finds these cuts, as (dim, scale):
+In a Llama with 4 heads of size 16 (H = 64), the walk from the query's product finds the cuts (dim, scale):
 
     q = linear(x, Wq)           [1, T, 64]      (2, 1)    a candidate: one element of q is one row of Wq
     view, transpose             [1, 4, T, 16]   (1, 16)   a head is 16 rows of Wq, so its unit becomes 16
@@ -44,12 +44,12 @@ from hydragraph.private.operator_schemas import has_tag
 
 aten = torch.ops.aten
 
-# Sharding fewer units is not worth the communication, unless the units are heads.
+# Minimum number of sharded units (except heads) that is worth the communication.
 NARROWEST = 16
 
 
 class _Conflict(Exception):  # noqa: N818
-    """Raised if an operator needs a whole value, but `origins` would shard it."""
+    """Raised if an operator needs a whole value that `origins` would shard."""
 
     def __init__(self, origins: frozenset[fx.Node], unknown: fx.Node | None) -> None:
         self.origins = origins
@@ -57,7 +57,7 @@ class _Conflict(Exception):  # noqa: N818
 
 
 def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None, excluded: set[str]) -> Cuts:
-    """Find the cuts of a forward graph; parameters named in `excluded` stay whole."""
+    """Find the cuts of a forward graph, but keep parameters named in `excluded` whole."""
     excluded = excluded | {p.name for p in parameters if not all(_cuts(user, p) for user in p.users)}
     banned: set[fx.Node] = set()
     origins: dict[fx.Node, Origin] = {}
@@ -194,7 +194,7 @@ class _Walk:
                 self.cuts.cut.update({value: replace(cut, dim=at) for value, at in self._from_parameter(operand, dim)})
 
     def _from_parameter(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-        """Return the nodes from a value back to its parameter, each with the index of `dim` in that node."""
+        """Return the nodes from a value back to its parameter, each with the dimension that corresponds to `dim`."""
         chain = [(node, dim)]
         while len(node.users) == 1:
             if node.op == "placeholder":
@@ -275,7 +275,7 @@ def rules(cuts: Cuts) -> dict[fx.Node, ShardRule]:
 
 
 def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
-    """Return the rules that the readers of each sharded parameter need; None means the whole parameter."""
+    """Return the rules that each sharded parameter's readers need (None: the whole parameter)."""
     rule_of_reader: dict[fx.Node, dict[fx.Node, ShardRule]] = {}
     for node in cuts.columns:
         if node.target is aten.embedding.default:

@@ -1,4 +1,4 @@
-"""Search for the valid ranges of a batch's fields, limited by the tables that they index and by the loss.
+"""Search for the valid ranges of a batch's fields, limited by tables that the fields index, and by the loss.
 
 If a table of 50 rows is read at `position_ids + 2`, as in OPT, valid positions are -2 to 47.
 """
@@ -67,7 +67,7 @@ def _lookups(
     program: Program,
     fields: dict[fx.Node, Shifted],
 ) -> Iterator[FieldRange]:
-    """Yield a block's limits on fields; record in `fields` each value that equals an input plus a constant."""
+    """Yield a block's limits on fields, and record values that equal a field plus a constant in `fields`."""
     template = program.templates[block.template]
     placeholders = placeholders_of(graph)
     tensor_names = dict(zip(placeholders, (*block.parameters, *block.buffers), strict=False))

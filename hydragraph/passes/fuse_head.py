@@ -45,7 +45,7 @@ class HeadNodes:
 
 
 def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
-    """Fuse the head of a graph with unsharded weights; return the given graph if it has no head to fuse."""
+    """Fuse the head of a graph with unsharded weights, or return the graph if `find_head` finds no head."""
     graph = copy_of(module)
     head = next((h for n in graph.nodes if (h := find_head(n)) is not None), None)
     if head is None:
@@ -64,7 +64,7 @@ def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def find_head(loss: fx.Node) -> HeadNodes | None:
-    """Return a loss's head; None if it uses an unsupported option, such as class weights, a mean, or a bias."""
+    """Return a loss's head, or None if the head has an unsupported option (class weights, a mean, a bias)."""
     if loss.target is not aten.cross_entropy_loss.default:
         return None
     defaults: tuple[Any, ...] = (None, MEAN, -100, 0.0)

@@ -18,13 +18,13 @@ aten = torch.ops.aten
 varlen = torch.ops.hydragraph.varlen_attention.default
 attention_dropout = torch.ops.hydragraph.attention_dropout.default
 dropout = torch.ops.hydragraph.dropout.default
-# Operators that mix tokens of one sequence; their first seven arguments have the same meaning.
+# Operators that mix tokens of one sequence, and whose first seven arguments are alike.
 ATTENDING = frozenset({varlen, attention_dropout})
 delta_rule = torch.ops.hydragraph.gated_delta_rule.default
 causal_convolution = torch.ops.hydragraph.causal_convolution.default
 # Operators whose fourth argument is cu_seqlens.
 ALONG_SEQUENCES = ATTENDING | {delta_rule, causal_convolution}
-# Matched by name: not all releases of transformers register their operator.
+# Matched by name: some releases of transformers do not register `grouped_mm_fallback`.
 GROUPED = frozenset({"aten._grouped_mm.default", "aten.grouped_mm.default", "transformers.grouped_mm_fallback.default"})
 CASTS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default})
 COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.detach.default})
@@ -41,13 +41,13 @@ def operands(node: fx.Node) -> tuple[Any, ...]:
 
 
 class Product(NamedTuple):
-    """Operands of a product with a weight, or with the weight of each row's expert.
+    """Operands of a product with a weight, or with one weight per expert.
 
     Attributes:
         weight: 2-D, or for experts [experts, in, out] or [experts, out, in].
         inner: the weight's input dimension.
         outer: the weight's output dimension.
-        given: the operand itself: the weight or its transpose.
+        given: the actual operand: the weight or the weight's transpose.
     """
 
     x: fx.Node
@@ -78,10 +78,7 @@ def product(node: fx.Node) -> Product | None:
 
 
 def is_grouped(node: fx.Node) -> bool:
-    """Return whether a node multiplies rows by the weights of their experts.
-
-    The rows have shape [experts, rows, in] or are sorted by expert.
-    """
+    """Return whether a node multiplies each row by the weight of the row's expert."""
     if node.target is aten.bmm.default:
         return _untransposed(operands(node)[1]).op == "placeholder"
     return node.op == "call_function" and str(node.target) in GROUPED

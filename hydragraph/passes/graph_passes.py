@@ -27,7 +27,11 @@ Graphs = Template | ShardedTemplate | Variant
 
 @dataclass(frozen=True)
 class GraphPass:
-    """Step from a template to a rank's graphs; `when` describes the condition in `VariantSpec.passes`."""
+    """Step from a template to a rank's graphs.
+
+    Attributes:
+        when: description of the condition in `VariantSpec.passes`.
+    """
 
     name: str
     when: str
@@ -40,7 +44,7 @@ class GraphPass:
 
 @dataclass(frozen=True, eq=False)
 class PassResult:
-    """Graphs made by one pass, and its duration in seconds."""
+    """Graphs made by a pass."""
 
     name: str
     graphs: Graphs
@@ -48,7 +52,7 @@ class PassResult:
 
 
 def _shard(spec: VariantSpec, graphs: Template) -> Graphs:
-    """Shard parameters and sizes for this rank, and replace annotations by collectives."""
+    """Shard parameters and sizes for one rank, and replace `communicate` by collectives."""
     return shard(graphs, spec.parameters, spec.part, spec.fused_head)
 
 
@@ -63,7 +67,7 @@ def _differentiate(spec: VariantSpec, graphs: ShardedTemplate) -> Graphs:
 
 
 def _accumulate(spec: VariantSpec, graphs: Variant) -> Graphs:
-    """Add each weight gradient to the running sum inside the matrix product that computes it."""
+    """Fuse each weight gradient's matrix product with its addition to the gradient sum."""
     return accumulate(graphs)
 
 
@@ -73,7 +77,7 @@ def _sums_in_pieces(spec: VariantSpec, graphs: Variant) -> Graphs:
 
 
 def _overlap_collectives(spec: VariantSpec, graphs: Variant) -> Graphs:
-    """Start collectives early and wait for them late, so that they overlap with weight gradients."""
+    """Start collectives early and wait for their results late, so that weight gradients are computed meanwhile."""
     return overlap_collectives(graphs)
 
 
@@ -95,10 +99,10 @@ GRAPH_PASSES: tuple[GraphPass, ...] = (
 
 
 def run_passes(spec: VariantSpec, traced: Variant | None = None) -> Iterator[PassResult]:
-    """Run the passes that apply, in order, and yield the result of each.
+    """Run the passes of a spec in order, and yield each pass's result.
 
     Args:
-        traced: variant traced for an equal spec; if given, only `compile` runs.
+        traced: variant already traced for an equal spec, so that only `compile` runs.
 
     Raises:
         Unsupported: a pass does not support the block.
@@ -114,10 +118,10 @@ def run_passes(spec: VariantSpec, traced: Variant | None = None) -> Iterator[Pas
 def make_variant(
     spec: VariantSpec, traced: Variant | None = None, keep: Callable[[VariantSpec, Variant], None] | None = None
 ) -> tuple[Variant, dict[str, float]]:
-    """Run all passes that apply; return the graphs that a rank runs, and each pass's seconds.
+    """Return the graphs that a rank runs, and each pass's duration in seconds.
 
     Args:
-        keep: called with the spec and its variant if this call traces the variant.
+        keep: function called with the spec and its variant if this call traces the variant.
     """
     seconds: dict[str, float] = {}
     graphs: Graphs = traced or spec.template

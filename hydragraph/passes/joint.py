@@ -1,14 +1,14 @@
-"""Joint forward and backward graph of a sharded template, traced once for all degrees if this is proven valid.
+"""Joint forward and backward graph of a sharded template, traced once for all tensor-parallel degrees if possible.
 
 Traces of two tensor-parallel degrees differ only in sizes. Therefore, a template is traced once with local sizes
 ("shares") that are multiples of a large prime P. Replacing P by 1 / degree in the trace yields each degree's graph. For
 example, 32 heads are 32 P in the trace, and 16 heads for degree 2. Under sequence parallelism, the degree itself also
-appears, because all ranks together have degree times as many tokens as one rank. In the trace, the degree is a
-second prime Q.
+appears, because all ranks together have degree times as many tokens as one rank. A second prime Q represents the degree
+in the trace.
 
-The model's own numbers are less than Q and P, so they remain distinguishable from multiples of the primes after sums
-and products (Kronecker's substitution). A degree gets its own trace if it is unclear whether a number is
-a multiple of a prime, if the degree does not divide a share, or if a share becomes 1, because PyTorch specializes on 1.
+The model's own numbers are smaller than P and Q, so sums and products reveal multiples of P and Q (Kronecker's
+substitution). A degree gets its own trace if it is unclear whether a number is a multiple of P or Q, if the degree does
+not divide a share, or if a share becomes 1, on which PyTorch specializes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHARE = 268_435_399  # P
 RANKS = 134_217_689  # Q
 _UNBOUNDED = frozenset({2**63 - 1, -(2**63)})  # bounds of an unlimited slice
 _KEPT = 16  # cached traces
-_traces: LRU[str, Mapping[str, Any] | None] = LRU(_KEPT)  # as data, because later passes may change sizes
+_traces: LRU[str, Mapping[str, Any] | None] = LRU(_KEPT)  # encoded, because later passes may change sizes
 
 
 class _NotProvenError(Exception):
@@ -59,7 +59,7 @@ class _WideRule(ShardRule):
 
 
 def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule, list[torch.Tensor], int]:
-    """Return a rank's joint graph (sizes proven), its placeholders' values, and the number of forward outputs.
+    """Return a rank's joint graph, the values of the graph's placeholders, and the number of forward outputs.
 
     Raises:
         Unsupported: the graph would be valid only for some numbers of tokens.
@@ -85,7 +85,7 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
         prove_sizes(joint, proven)
         try:
             return None if assumptions(values) else encode(joint)
-        except ValueError:  # graph data cannot represent it
+        except ValueError:  # graph data cannot represent the joint graph
             return None
 
     data = _traces.get(_plain(spec).key, make)
@@ -98,7 +98,8 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
 
 
 def wide_part(sequence_parallel: bool) -> StagePart:
-    """Return the stage part to trace for all degrees; its degree is arbitrary without sequence parallelism."""
+    """Return the stage part to trace for all degrees."""
+    # Without sequence parallelism, all degrees above 1 have equal traces.
     return StagePart(StageKind(RANKS, True) if sequence_parallel else StageKind(2))
 
 
@@ -125,7 +126,7 @@ def _wide_trace(
     learning: frozenset[str],
     fused_head: bool,
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """Return the forward and the joint graph for all degrees as data, or None."""
+    """Return the forward and joint graphs for all degrees as data, or None if there are none."""
     wide = {name: _widened(parameter) for name, parameter in parameters}
     spec = VariantSpec(template, wide, part, dtype, learning, fused_head=fused_head)
     try:
@@ -150,7 +151,7 @@ def _widened(parameter: Parameter) -> Parameter:
 def _at(
     forward: Mapping[str, Any], joint: Mapping[str, Any], sharded: ShardedTemplate, tp: int
 ) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    # Shards may be uneven, so the converted forward must equal the degree's own forward, with equal inputs.
+    # Shards may be uneven, so compare the converted forward with the degree's own forward.
     own = encode(sharded.graph)["graphs"][0]
     for narrowed, node in zip(_narrowed(forward["graphs"][0], tp), own, strict=True):
         if narrowed[1:5] != node[1:5]:
@@ -242,8 +243,12 @@ def _traced(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule
 def _spec(
     node: fx.Node, hints: dict[str, int], ranks: int, in_part: bool = False, differentiable: bool = False
 ) -> TensorSpec:
-    """Return a value's spec; with `in_part`, the value holds only one rank's tokens under sequence parallelism."""
-    # The size T is "s0"; a rank's part of T is "s0/2" for two ranks.
+    """Return a value's spec.
+
+    Args:
+        in_part: whether sequence parallelism shards the value by tokens.
+    """
+    # The token count T is "s0", and each of two ranks has "s0/2" tokens.
     value = value_of(node)
     sizes = []
     for size in value.shape:

@@ -1,9 +1,8 @@
 """Memory budgets: selection of values that are recomputed in the backward instead of saved.
 
-The storages that the partitioner "min_cut" saves are dropped one by one until at most the budgeted fraction of their
-bytes remains. Each step drops the storage that is cheapest to recompute per byte. Inputs and results of the forward
-are not counted. Attention, collectives and random numbers are never recomputed, so values whose recomputation needs
-them stay saved.
+First, the partitioner "min_cut" selects storages to save. Then, the storage that is cheapest to recompute per byte is
+dropped, repeatedly, until the saved bytes are within the budget. Inputs and results of the forward are not counted.
+Values stay saved if recomputing them needs attention, collectives or random numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], b
     """Return the names of the values that stay saved.
 
     Args:
-        joint: forward and backward as one graph; the first `outputs` results are the forward's.
+        joint: forward and backward graph, whose first `outputs` results are the forward's.
     """
     results = results_of(joint)
     forward = ancestors_of(results[:outputs])
@@ -48,7 +47,7 @@ def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], b
     dropped: list[int] = []
     cost = _cost(gradients, _without(kept, dropped), forward)
     while sum(sizes.values()) - sum(sizes[key] for key in dropped) > room:
-        # Iterate in graph order, so that all processes choose the same among equally cheap storages.
+        # In graph order, all processes choose the same of several equally cheap storages.
         costs = {key: _cost(gradients, _without(kept, [*dropped, key]), forward) for key in sizes if key not in dropped}
         cheapest = min(costs, key=lambda key: (costs[key] - cost) / sizes[key])
         if math.isinf(costs[cheapest]):
@@ -83,7 +82,7 @@ def _cost(gradients: Iterable[fx.Node], kept: Collection[fx.Node], forward: Coll
 
 
 def operations(node: fx.Node) -> float:
-    """Return a node's recomputation cost in matrix-product operations; infinite if it must not run again."""
+    """Return a node's recomputation cost in matrix-product operations, or inf if the node must not run again."""
     if draws(node) or (str(node.target).startswith("hydragraph.") and node.target not in _LOCAL):
         return math.inf
     output_elements = sum(_elements(form) for _, form in storages_of(node))

@@ -3,8 +3,8 @@
     offload  o.layer.0.0, c.layer.0.0 = offload layer.0 [0] (s.layer.0.0)   after s.layer.0.0
     offload  f.layer.0.0 = fetch layer.0 [0] (o.layer.0.0)
 
-A stage then keeps the saved values of only two blocks on its device. Values whose backward follows too soon to free
-memory are not offloaded.
+An offloading stage keeps the saved values of only two blocks on its device. Values whose backward follows too soon stay
+on the device.
 """
 
 from __future__ import annotations

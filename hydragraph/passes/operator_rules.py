@@ -1,6 +1,6 @@
-"""Rules that derive the cut (sharding) of an operator's result from its operands' cuts; None: operands must be whole.
+"""Rules that derive the cut (sharding) of an operator's result from the cuts of its operands.
 
-`passes.tensor_cut` defines cuts; `passes.find_cuts` has an example. Operators that PyTorch tags pointwise need no rule.
+A rule returns None if operands must be whole. `passes.tensor_cut` defines cuts, and `passes.find_cuts` has an example.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
             continue
         cut = replace(cut, dim=cut.dim + ndim - len(shape(operand)))
         if out is not None:
-            # Corresponding units, such as those of gate and up in an MLP, must be on the same rank.
+            # Corresponding units, such as gate and up columns of an MLP, must be on the same rank.
             if _size(cut) != _size(out) or cut.pieces or out.pieces:
                 return None
             joined = cuts.join([cut, out])
@@ -65,7 +65,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
             cut = joined
         out = cut
     assert out is not None
-    # Unsharded operands must be the same for every unit, such as cos [1, 1, T, 16]; a bias [64] is not.
+    # Unsharded operands must be the same for every unit: cos [1, 1, T, 16] is, but a bias [64] is not.
     for operand in node.all_input_nodes:
         if cuts.of(operand) is None and isinstance(value_of(operand), torch.Tensor):
             dim = out.dim - (ndim - len(shape(operand)))
@@ -143,7 +143,7 @@ def _common(cuts: Cuts, values: Sequence[fx.Node], key: Callable[[Cut], object])
 
 
 def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # A part that is expanded to all heads will be expanded to this rank's heads.
+    # Each rank will expand a part to its own heads, if the part is expanded to all heads.
     parts = operands(node)[0]
     first_cut = next((c for p in parts if (c := cuts.of(p)) is not None), None)
     for part in parts:
@@ -201,8 +201,8 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
 def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
     """Return the dimension of a view whose outermost factor is dimension `dim` of the viewed value, or None.
 
-    For [1, T, 4, 16] viewed as [T, 64], dimension 2 becomes dimension 1. For dimension 3, the result is None, because
-    each rank's part would be scattered.
+    If [1, T, 4, 16] is viewed as [T, 64], dimension 2 becomes dimension 1. For dimension 3, the result is None, because
+    each rank's part of the view would be scattered.
     """
     for source, target in _groups(before, after):
         if dim in source:
@@ -212,7 +212,7 @@ def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
 
 
 def _merged(cuts: Cuts, cut: Cut, before: list[Any], after: list[Any]) -> Cut | None:
-    """Return the cut of a view that merges the cut dimension into earlier ones, such as [T, 64] as [T * 4, 16]."""
+    """Return the cut of a view that merges the cut dimension into earlier dimensions: [T, 64] as [T * 4, 16]."""
     for source, target in _groups(before, after):
         if cut.dim != source.stop - 1 or cut.pieces or len(target) > 2:
             continue
@@ -226,7 +226,7 @@ def _merged(cuts: Cuts, cut: Cut, before: list[Any], after: list[Any]) -> Cut | 
 
 
 def _groups(before: list[Any], after: list[Any]) -> Iterator[tuple[range, range]]:
-    """Yield pairs of groups of equal size: for [1, T, 4, 16] as [T, 64], (1, T) and (T), then (4, 16) and (64)."""
+    """Yield groups of equal size: for [1, T, 4, 16] viewed as [T, 64], (1, T) and (T), then (4, 16) and (64)."""
     i = j = 0
     while i < len(before) and j < len(after):
         first_i = i
@@ -235,7 +235,7 @@ def _groups(before: list[Any], after: list[Any]) -> Iterator[tuple[range, range]
         b = after[j]
         i += 1
         j += 1
-        # Symbolic sizes are compared by name; their hints decide which group is extended.
+        # Compare symbolic sizes by name, and extend the group with the smaller hint.
         while not _same(a, b):
             if hint_of(a) < hint_of(b):
                 a = a * before[i]
@@ -310,7 +310,7 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
     if not isinstance(cut.scale, int) or not cut.plain:
         return None
     if step != 1:
-        # `step` values alternate, such as gate and up, so each group of `step` elements must stay on one rank.
+        # The value interleaves `step` values, such as gate and up, so `step` adjacent elements must stay on one rank.
         if a >= step or b != size or size % step:
             return None
         cuts.refine(cut, cut.scale * step)
@@ -354,7 +354,7 @@ def _delta_rule(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _convolution(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # x is [T, channels]; taps and bias must also be sharded by channels (`find_cuts`).
+    # Taps and bias must be sharded by channels, like x [T, channels].
     x, taps, bias, bounds = operands(node)[:4]
     cut = cuts.of(x)
     others = [taps] if bias is None else [taps, bias]
