@@ -52,7 +52,7 @@ def _in_order_of_actions(placement: Placement, mode: Mode, rank: int) -> Iterato
 def _in_order_of_sends(
     placement: Placement, mode: Mode, rank: int, instructions: Sequence[Instruction]
 ) -> list[Instruction]:
-    """Move receives earlier to match the order of each peer's sends, because messages arrive in order."""
+    """Move receives earlier, into the order of each peer's sends."""
     receives = [i for i, instruction in enumerate(instructions) if instruction.op is Op.RECEIVE]
     before: defaultdict[int, list[int]] = defaultdict(list)  # index -> receives moved there
     for peer in dict.fromkeys(instructions[i].partner for i in receives):
@@ -97,7 +97,7 @@ def _forward(
 def _backward(
     outline: Outline, stage: PlacedStage, role: PlacedRole, rank: int, m: int, work: Work
 ) -> Iterator[Instruction]:
-    """Run the backwards of a stage's blocks, or one half of each, in reverse down to the lowest trainable block."""
+    """Yield the backwards of a stage's blocks, or one half of each backward, down to the lowest trainable block."""
     first, last = stage.blocks[role.visit]
     if last <= outline.lowest:
         return

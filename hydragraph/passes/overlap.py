@@ -19,12 +19,12 @@ from hydragraph.passes.stream import exchanges
 
 
 def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
-    """Add pulls, pushes, the commit and, in training, the update; post receives early; set each instruction's waits.
+    """Add pulls, pushes, the commit and the update, post receives early, and set each instruction's waits.
 
-    Pulls come first, in block order; pushes of trainable buckets follow in reverse. Messages still in flight are freed
+    Pulls come first, in block order. Pushes of trainable buckets follow in reverse order. Messages in flight are freed
     before the commit.
     """
-    if placement.streams:  # do not post receives early, which would delay pulls and pushes
+    if placement.streams:  # receives posted early would delay pulls and pushes
         placed = _with_ends(placement, program.rank, program.instructions)
     else:
         placed = _with_exchanges(placement, mode, program)
@@ -47,8 +47,8 @@ def _with_exchanges(placement: Placement, mode: Mode, program: RankProgram) -> l
 def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]:
     """Post a forward's receive before the preceding backward, so that the transfer overlaps with the backward.
 
-    Even a blocking receive is safe, because the previous stage runs this forward first. Receives of gradients are not
-    moved, because two stages could then wait for each other.
+    Even a blocking receive is safe, because the previous stage runs the forward first. If receives of gradients were
+    moved, two stages could wait for each other.
     """
     early: list[Instruction] = []
     for instruction in program.instructions:
@@ -79,7 +79,11 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
 
 
 def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], free: int) -> list[Instruction]:
-    """Insert pushes in order, each after the last forward, its gradients and, if it waits, index `free`."""
+    """Insert pushes in order, each after the last forward and the backwards that compute the pushed gradients.
+
+    Args:
+        free: first index of pushes that wait for earlier pushes.
+    """
     complete = {
         value: i for i, instruction in enumerate(work) if instruction.op is Op.BACKWARD for value in instruction.writes
     }
@@ -101,14 +105,14 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], fre
 
 
 def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> list[Instruction]:
-    """Free messages where they have certainly been sent, so that the wait delays no rank; free the rest at the end.
+    """Free messages where they have certainly been sent, so that waiting for sends delays no rank.
 
-    A rank learns that a gloo send has completed only by waiting for it, so the program places each wait where the send
-    must already have completed (h{k}.{m} is the hidden state of micro-batch m after block k, d{k}.{m} its gradient):
+    A rank learns that a gloo send has completed only by waiting for the send. h{k}.{m} is the hidden state of
+    micro-batch m after block k, and d{k}.{m} is the gradient of h{k}.{m}.
     - The wait for h{k}.{m} precedes the backward that reads d{k}.{m}. The next stage computes d{k}.{m} from h{k}.{m}.
-    - The wait for d{k}.{m} precedes the send of d{k}.{m + 2} of the same pipeline: by then, the previous stage has run
-      the backward of m. With interleaved stages, it precedes the send of d{k}.{m + n}, where a set has n micro-batches
-      (`ir.schedules.clock`).
+    - The wait for d{k}.{m} precedes the send of d{k}.{m + 2} of the same pipeline, which the rank sends after the
+      previous stage has run the backward of micro-batch m. With interleaved stages, which run sets of n micro-batches
+      (`ir.schedules.clock`), the wait precedes the send of d{k}.{m + n}.
     """
     ended: list[Instruction] = []
     sent: defaultdict[Value, list[Value]] = defaultdict(list)  # value -> its messages

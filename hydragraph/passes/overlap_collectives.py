@@ -3,9 +3,9 @@
     before     total += dy^t x;  dx = dy W;  s = all_reduce(dx);  y = s * w
     after      dx = dy W;  p = start_all_reduce(dx);  total += dy^t x;  s = p.result();  y = s * w
 
-A collective starts as soon as its operand exists. The wait for its result comes just before the first reader, so that
-products of weight gradients run meanwhile (Megatron-LM, Shoeybi et al., 2019). Collectives keep their order, which is
-the same on all ranks of a stage.
+A collective starts as soon as its operand exists. The graph waits for a collective just before the first reader of the
+result, so that products of weight gradients run meanwhile (Megatron-LM, Shoeybi et al., 2019). Collectives keep their
+order, which is the same on all ranks of a stage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def overlap_collectives(variant: Variant) -> Variant:
 def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    started: dict[fx.Node, fx.Node] = {}  # collective without a reader so far -> its start
+    started: dict[fx.Node, fx.Node] = {}  # unread collective -> its start
 
     def copy(nodes: Iterable[fx.Node]) -> None:
         for node in nodes:

@@ -33,7 +33,7 @@ def rank_programs(
     """Build the programs of all ranks, including idle ones, for one iteration.
 
     Args:
-        micro_batches: number for each pipeline, 0 or more.
+        micro_batches: number of micro-batches per pipeline.
 
     Raises:
         ValueError: the arguments are inconsistent.
@@ -44,7 +44,7 @@ def rank_programs(
 def shared_programs(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode = "train", *, ranks: int
 ) -> SharedPrograms:
-    """Build programs like `rank_programs`; ranks that differ only in their peers share one program."""
+    """Build the programs of all ranks, in which ranks that differ only in peers share instructions."""
     placement = _placed(outline, strategy, micro_batches, mode, ranks)
     name = str(strategy)
     return SharedPrograms.gather(_each_rank(placement, name, mode, ranks))
@@ -63,7 +63,7 @@ def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Itera
 
 
 def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Peers]:
-    """Return a key and a rank's peers; the key determines the rank's instructions, except their peers."""
+    """Return a key that determines a rank's instructions except their peers, and the rank's peers."""
     stage = placement.stage_of.get(rank)
     if stage is None:
         return None, ()
@@ -89,7 +89,7 @@ def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Pee
 def rank_program(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], rank: int, mode: Mode = "train", *, ranks: int
 ) -> RankProgram:
-    """Build one rank's program as `rank_programs` does, but faster."""
+    """Build one rank's program, faster than `rank_programs`."""
     *_, (_, program) = after_each_pass(outline, strategy, micro_batches, rank, mode, ranks=ranks)
     return program
 

@@ -21,7 +21,8 @@ class PlacedRole(Role):
     """Role of a stage in a pipeline, and its neighboring stages.
 
     Attributes:
-        previous, following: ranks of the neighboring stages, in tensor-parallel order; empty at the ends.
+        previous: ranks of the previous stage, in tensor-parallel order; empty on the first stage.
+        following: ranks of the next stage; empty on the last stage.
         visit: index among the pipeline's interleaved stages on the same ranks.
     """
 
@@ -36,9 +37,9 @@ class PlacedStage:
     """Stage that runs micro-batches, or all interleaved stages on the same ranks.
 
     Attributes:
-        roles: one for each pipeline that has micro-batches, or for each interleaved stage.
+        roles: one role per pipeline with micro-batches, or per interleaved stage.
         layers: half-open range of layers of each interleaved stage.
-        blocks: the same ranges in block positions.
+        blocks: block positions of each interleaved stage.
     """
 
     roles: tuple[PlacedRole, ...]
@@ -73,7 +74,11 @@ class PlacedStage:
 
 @dataclass(frozen=True, eq=False)
 class ScheduleGroup:
-    """Pipelines scheduled together; `numbers` maps the ranks of a stage to its row in `shape`."""
+    """Pipelines that are scheduled together.
+
+    Attributes:
+        numbers: ranks of a stage -> row of the stage in `shape`.
+    """
 
     pipelines: tuple[int, ...]
     shape: ScheduleShape
@@ -95,11 +100,11 @@ def _group(stages: Mapping[int, Sequence[PlacedStage]], pipelines: tuple[int, ..
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Placement of blocks and weights for one iteration; compared by identity.
+    """Placement of blocks and weights for one iteration.
 
     Attributes:
         stages: stages with micro-batches, ordered by pipeline and stage; shared and interleaved stages occur once.
-        holders: for each used bucket, in pull order, the ranks of each stage that uses the bucket.
+        holders: used buckets, in pull order, each with the ranks of each stage that uses the bucket.
     """
 
     outline: Outline
@@ -113,7 +118,7 @@ class Placement:
         return {rank: stage for stage in self.stages for rank in stage.ranks}
 
     def actions(self, stage: PlacedStage, mode: Mode) -> tuple[Action, ...]:
-        """Return a stage's actions in schedule order, with `pipeline` counted within its group."""
+        """Return a stage's actions in schedule order; `Action.pipeline` indexes `ScheduleGroup.pipelines`."""
         group = self._group_of[stage.roles[0].pipeline]
         return schedule_of(self.schedule, group.shape, mode).actions[group.numbers[stage.ranks]]
 
@@ -137,7 +142,7 @@ class Placement:
 
     @property
     def streams(self) -> bool:
-        """Whether any stage with micro-batches streams weights or gradients."""
+        """Whether any stage streams weights or gradients."""
         return any(stage.stream for stage in self.stages)
 
     def peers_of(self, rank: int) -> tuple[int, ...]:
@@ -178,7 +183,7 @@ def refuse_streams(strategy: Strategy) -> None:
 
 
 def require_whole_backward(strategy: Strategy, what: str, otherwise: str) -> None:
-    """Raise Unsupported if a strategy's schedule splits each backward; `otherwise` is the other remedy."""
+    """Raise Unsupported if a strategy's schedule splits each backward."""
     if strategy.schedule not in WHOLE_BACKWARD:
         raise Unsupported(
             f"{what} under schedule {strategy.schedule}, which splits each backward in two",

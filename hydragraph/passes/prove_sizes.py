@@ -1,13 +1,13 @@
 """Pass `prove_sizes`: prove that no constant in a traced graph is the example's token or sequence count.
 
-A trace sees one example, but its graph must be valid for every batch. Each of three proofs covers cases that the others
-miss:
+A trace sees one example, but the traced graph must be valid for every batch. Each of three proofs covers cases that the
+other two miss:
 
-1. The trace records every size that is converted to a number, and every decision that depends on a size.
-2. The graph runs again on the meta device with other sizes: each value must have the shape that its symbols predict.
-3. The example's sizes are primes that divide no dimension of the graph. A number that is a multiple of such a prime, or
-   the inverse or root of a multiple, was read from the example (`SizeFromExample`) or matches by chance. The model is
-   then captured again with other primes.
+1. The trace records its assumptions about sizes. There must be none.
+2. The graph runs again on the meta device with other sizes. Each value must have the shape that symbolic sizes predict.
+3. The example's sizes are primes that divide no dimension of the graph. If a number is a multiple of a prime, or the
+   inverse or root of a multiple, the number comes from the example (`SizeFromExample`) or matches by chance, so the
+   model is captured again with other primes.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class SizeFromExample(Unsupported):
 
 
 def with_an_example(capture: Callable[[Mapping[str, int]], T]) -> T:
-    """Capture a model with example sizes; if a number in the graph matches one, capture it again with other sizes.
+    """Capture a model with example sizes, and again with other sizes if a number in the graph matches a size.
 
     Raises:
-        Recalled: a number matches in every example.
+        SizeFromExample: a number matches a size in every example.
     """
     for sizes in EXAMPLES[:-1]:
         with contextlib.suppress(SizeFromExample):

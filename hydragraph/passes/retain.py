@@ -1,6 +1,6 @@
 """Retain: keep every value until its last use and no longer.
 
-Freeing d2.0 does not free the message d2.0>1 (d2.0 to rank 1), which keeps the data in memory until it is sent.
+The data of a freed value stays in memory until messages that contain the value are sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hydragraph.passes.place import Placement
 
 
 def retain(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
-    """Add a `free` after the last use of every value; gradients live until the commit."""
+    """Add a `free` instruction after the last use of every value."""
     last_use: dict[Value, int] = {}
     for i, instruction in enumerate(program.instructions):
         last_use.update(dict.fromkeys((*instruction.reads, *instruction.writes), i))

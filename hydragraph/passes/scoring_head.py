@@ -31,7 +31,7 @@ _KEEPS = VIEWS | MOVES | {aten.select.int, aten.clone.default, aten.contiguous.d
 
 
 def scoring_program(program: Program, entropy: bool = False) -> Program:
-    """Return a program whose last block returns log-probabilities [1, T, 1], or these and entropies [1, T, 2].
+    """Return a program whose last block returns log-probabilities [1, T, 1], or also entropies [1, T, 2].
 
     Raises:
         Unsupported: the loss does not compute exactly one cross-entropy with the batch's labels.
@@ -63,7 +63,7 @@ def _with_scores(block: Block, template: Template, model: str, entropy: bool) ->
     row = call(aten.stack.default, (scores, -1), torch.stack([value] * len(scores), -1))
     graph.output((call(aten.unsqueeze.default, (row, 0), value_of(row).unsqueeze(0)),))
     remove_dead_code(graph)
-    # Drop inputs that only the loss read.
+    # Drop inputs that only the loss used.
     placeholders = placeholders_of(template.graph)
     names = (*template.parameters, *template.buffers, *template.inputs)
     unread = {name for name, node in zip(names, placeholders, strict=True) if not copied[node].users}

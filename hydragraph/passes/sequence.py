@@ -1,7 +1,7 @@
 """Search for the values that sequence parallelism shards by tokens.
 
-Between tensor-parallel regions, every rank has only its own tokens. A region ends with a reduce-scatter and starts with
-an all-gather (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4.2).
+Between tensor-parallel regions, every rank has only its own tokens. Each region starts with an all-gather and ends with
+a reduce-scatter (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4.2).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def token_symbol(graph: fx.Graph) -> str | None:
 
 
 def token_dim(node: fx.Node, symbol: str | None) -> int | None:
-    """Return a value's token dimension, or None if the value has none or, like attention scores, several."""
+    """Return a value's token dimension, or None unless exactly one dimension has the token count."""
     value: Any = value_of(node)
     value = value[0] if isinstance(value, tuple | list) and value else value
     if not isinstance(value, torch.Tensor) or symbol is None:
@@ -100,7 +100,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
 
 
 def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], symbol: str | None) -> int | None:
-    """Return the token dimension of an operand that has all tokens if `node` needs only this rank's, else None."""
+    """Return the token dimension of an operand that must be split for `node`, or None."""
     if node.target is dropout and operand is operands(node)[1] and operand not in parts:
         return 1  # dimension of the dropout's keys, [1, T, 2]
     if operand in parts or not (is_pointwise(node) or node.target is aten.cat.default):
@@ -110,9 +110,9 @@ def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], s
 
 
 def learns_in_part(parameter: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int]) -> tuple[bool, bool]:
-    """Return whether some users give a replicated parameter a partial gradient, and whether some give a full one.
+    """Return whether some users give a replicated parameter partial gradients, and whether some give full gradients.
 
-    Users sharded by units or tokens, such as a norm between two regions, give partial gradients.
+    Operators sharded by units or tokens, such as a norm between two regions, give partial gradients.
     """
     users = [_user_has_part(user, cuts, parts) for user in parameter.users]
     return any(users), not all(users)

@@ -69,9 +69,9 @@ class ShardedTemplate:
     """Template instantiated for one rank of a stage.
 
     Attributes:
-        graph: forward graph over local shards. Its placeholders are the template's, then one per name in `vocabulary`.
+        graph: forward graph over local shards, with the template's placeholders, then one per name in `vocabulary`.
         vocabulary: local names of parameters that are sharded along the vocabulary or have a sharded product before a
-            dropout. For each, the graph takes the rank's first row or column as an input (0-d int64).
+            dropout. For each name, an input of the graph is the rank's first row or column (0-d int64).
     """
 
     graph: fx.GraphModule
@@ -85,7 +85,7 @@ def shard(
     """Instantiate a template for one rank of a stage.
 
     Args:
-        parameters: local names -> parameters of any block that uses the template.
+        parameters: local name -> parameter of any block that uses the template.
 
     Raises:
         Unsupported: the degree cannot shard a parameter or operator.
@@ -143,7 +143,7 @@ class _Rewrite:
 
     Attributes:
         copied: node of the template -> local node, in the state given by `cuts` and `parts`.
-        converted: (collective, node of the template) -> local node in another state, written once.
+        converted: (collective, node of the template) -> result of the collective.
     """
 
     def __init__(self, cuts: Cuts, parameters: Mapping[fx.Node, Parameter], part: StagePart, fused_head: bool) -> None:
@@ -202,7 +202,7 @@ class _Rewrite:
         return self.converted[op, node]
 
     def _operand(self, node: fx.Node, user: fx.Node) -> fx.Node:
-        """Return an operand with the tokens that its user needs; collectives convert the operand's gradient.
+        """Return an operand with the tokens that its user needs. Collectives also convert the operand's gradient.
 
         operand             user      written     because the gradient of the operand
         S                   S         unchanged   belongs to this rank's tokens on both sides
@@ -295,7 +295,7 @@ class _Rewrite:
             reduced = self._convert(tp_ops.tp_scatter, value, self.parts[node])
         else:
             reduced = self._convert(tp_ops.tp_sum, value)
-        # The bias is added after the sum; otherwise, it would count once per rank.
+        # Before the sum, the bias would count once per rank.
         parts = product(value)
         if parts is not None and parts.bias is not None:
             return self.call(aten.add.Tensor, reduced, self._operand(parts.bias, node))
@@ -320,7 +320,7 @@ class _Rewrite:
         return self.call(target, self.copied[parts.x], self.copied[parts.weight])
 
     def _fused(self, head: HeadNodes, start: fx.Node) -> fx.Node:
-        # All ranks must use equal chunks, so the last rank's rows count.
+        # All ranks use the last rank's number of rows, because chunks must be equal.
         flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
         labels = self._operand(head.labels, head.loss)
         rule = self.parameters[head.weight].rule
@@ -343,7 +343,7 @@ class _Rewrite:
         return self.call(node.target, *arguments[:9], start, *arguments[10:12], cut.scale)
 
     def _check_value_heads(self, node: fx.Node, cut: Cut) -> None:
-        """Reject ranks that share a value head of linear attention: its result would count once per rank."""
+        """Reject ranks that share a value head of linear attention, whose result would count once per rank."""
         if self.local_size(cut) * self.part.tp != cut.entries:
             heads = int(shape(operands(node)[0])[1])
             raise Unsupported(
@@ -401,7 +401,7 @@ class _Rewrite:
         assert parameter.rule is not None
         at = 0
         elements = 0
-        # The analysis ensures that a cut ends where a segment starts.
+        # `find_cuts` ensures that cuts consist of whole segments.
         for segment, units in enumerate(parameter.rule.segments):
             if cut.start <= at < cut.start + cut.length:
                 a, b = parameter.units(segment, self.part.tp, self.part.index)

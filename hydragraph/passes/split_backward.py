@@ -3,7 +3,7 @@
     input half     computes the gradient of "hidden", and also returns the values that the weight half reads
     weight half    computes the gradients of parameters, and adds them to buffers or returns them
 
-No operator runs twice, so gradients are bitwise equal to those of the whole backward.
+No operator runs twice, so splitting a backward does not change any gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hydragraph.private.tracing import ancestors_of, subgraph
 
 @dataclass(frozen=True, eq=False)
 class BackwardPart:
-    """Half of a backward; its fields are as in `Variant`."""
+    """Half of a backward, with fields as in `Variant`."""
 
     backward: fx.GraphModule
     needs: tuple[str, ...]

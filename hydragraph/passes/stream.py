@@ -1,12 +1,12 @@
 """Stream: pull weights just before a stage uses them, and push gradients as soon as a backward has computed them.
 
-A streaming stage pulls a bucket one block before each block that uses it; consecutive blocks that use it share a pull.
+A streaming stage pulls a bucket one block before each block that uses the bucket. Consecutive users share a pull.
 
 Every rank enters every exchange (pull or push), so all ranks need the same order of exchanges. A timeline of the
 iteration, in which all pipelines take equally long, assigns a time to every computation. A pull has the time of the
-computation before the one that needs the weights. A push has the time of the computation that made the gradients. Each
-rank enters a pull before its own computations of that time, and a push after them. Therefore, a rank waits only for
-earlier events and cannot deadlock. Stages that need a bucket simultaneously share one exchange.
+computation that precedes the use of the weights. A push has the time of the computation that made the gradients. Each
+rank enters pulls before its computations of equal time, and pushes after these computations. Therefore, a rank waits
+only for earlier events and cannot deadlock. Stages that need a bucket simultaneously share one exchange.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Turn:
 
     Attributes:
         name: the bucket's name or, if streamed, `BUCKET@INDEX`; unique among pulls and among pushes.
-        stages: the ranks of every stage that takes part.
+        stages: ranks of each stage that uses the bucket.
     """
 
     op: Op
@@ -59,7 +59,7 @@ class Streaming:
     Attributes:
         turns: exchanges in the order in which every rank enters them.
         times: ranks of a stage -> computation -> time, in the stage's order.
-        names: (ranks of a stage, computation, operation) -> bucket -> name of its exchange.
+        names: (ranks of a stage, computation, operation) -> bucket -> name of the exchange.
     """
 
     turns: tuple[Turn, ...]
@@ -78,7 +78,7 @@ def turns(placement: Placement, mode: Mode) -> tuple[Turn, ...]:
 
 
 def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
-    """Add pulls and pushes if a stage of the iteration streams; otherwise, `overlap` adds them."""
+    """Add the pulls and pushes of an iteration in which a stage streams."""
     if not placement.streams:
         return program
     found = streaming(placement, mode)
@@ -249,7 +249,7 @@ def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computati
 
 
 def _length(stage: PlacedStage, work: Work) -> Fraction:
-    """Return the time of a forward or backward; a backward takes twice as long as a forward."""
+    """Return the time of a forward or of a backward, which takes twice as long."""
     return Fraction(1 if work is Work.FORWARD else 2, 3 * len(stage.micro_batches) * len(stage.blocks))
 
 

@@ -4,7 +4,7 @@
     after      s = all_reduce_product([x], [W])
 
 The runtime starts the all-reduce of each piece of rows before it computes the next piece
-(`cluster.collectives.start_all_reduce_product`). Sums of products, such as u = x W + y V, are treated in the same way.
+(`cluster.collectives.start_all_reduce_product`). Sums of products, such as u = x W + y V, are also split.
 """
 
 from __future__ import annotations

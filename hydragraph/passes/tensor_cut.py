@@ -1,4 +1,4 @@
-"""Cuts: descriptions of sharded values, which the analysis of a template finds (`hydragraph.passes.find_cuts`).
+"""Cuts: descriptions of sharded values, found by `hydragraph.passes.find_cuts`.
 
     origin   a column-parallel product or embedding, whose result is sharded
     element  one entry of an origin's sharded dimension
@@ -30,14 +30,15 @@ class Cut:
     """Sharding of a value: each rank has some units along one dimension.
 
     Attributes:
-        scale: elements of the lead per entry of this value's dimension (1 for columns, D for heads). It is a fraction
+        scale: elements of the lead per entry of this value's dimension (1 for columns, D for heads), a fraction
             after attention whose value heads and query heads differ in size.
-        start, length: range of the lead's elements that this value covers.
+        start: first of the lead's elements that this value covers.
+        length: number of elements.
         lead: the origin that `scale`, `start` and `length` refer to.
         origins: all origins of the value, sharded alike.
         outer: sizes that a view merged into the dimension, such as (T,) for [T, 4, 16] as [T * 4, 16].
         pieces: cuts of the values concatenated along the dimension.
-        parts: origins, and their elements' offsets from the lead's `start`; if empty, the lead.
+        parts: pairs (origin, k): element i of the lead corresponds to element i + k of the origin.
     """
 
     dim: int
@@ -52,7 +53,7 @@ class Cut:
 
     @property
     def plain(self) -> bool:
-        """Whether the value is neither a view that merges dimensions nor a concatenation along the dimension."""
+        """Whether `outer` and `pieces` are empty."""
         return not self.outer and not self.pieces
 
     @property
@@ -66,7 +67,7 @@ class Origin:
     """Units and segments of one column-parallel product.
 
     Attributes:
-        bounds: first element of every segment except the first segment.
+        bounds: first element of every segment except the first.
         head: elements per head, or 0.
     """
 
@@ -78,10 +79,10 @@ class Origin:
 
 @dataclass
 class Cuts:
-    """Result of the analysis: the cut of every sharded value, and the roles of products.
+    """Result of `find_cuts`: the cut of every sharded value, and the roles of products.
 
     Attributes:
-        cut: node -> Cut; other nodes are replicated.
+        cut: sharded node -> cut.
         columns: column-parallel products and vocabulary-parallel embeddings.
         unknown: replicated product -> operator without a rule, which prevents sharding the product.
     """
@@ -96,14 +97,14 @@ class Cuts:
         return self.cut.get(node) if isinstance(node, fx.Node) else None
 
     def refine(self, cut: Cut, unit: int) -> None:
-        """Enlarge the units of all origins to multiples of `unit`, in elements of the value's lead."""
+        """Enlarge the units of a cut's origins to multiples of `unit` elements of the lead."""
         lead = self.origins[cut.lead]
         for origin in (self.origins[o] for o in cut.origins):
             own = unit * origin.head // lead.head if origin.head and lead.head else unit
             origin.unit = math.lcm(origin.unit, own)
 
     def bound(self, cut: Cut, at: int) -> bool:
-        """Start a segment at element `at`; return False if an origin is not in `parts`."""
+        """Start a segment at the lead's element `at`, and return whether `parts` has all origins."""
         parts = cut.parts or {(cut.lead, 0)}
         if not cut.origins <= {origin for origin, _ in parts}:
             return False
@@ -116,7 +117,7 @@ class Cuts:
         return sorted(b for b in self.origins[cut.lead].bounds if cut.start < b < cut.start + cut.length)
 
     def join(self, cuts: Sequence[Cut]) -> Cut | None:
-        """Return the first cut, extended by the origins and bounds of all cuts; None if `bound` fails."""
+        """Return the first cut with the origins and bounds of all cuts, or None if `bound` fails."""
         first = cuts[0]
         parts = {(o, offset + c.start - first.start) for c in cuts for o, offset in c.parts or {(c.lead, 0)}}
         joined = replace(first, origins=frozenset().union(*(c.origins for c in cuts)), parts=frozenset(parts))

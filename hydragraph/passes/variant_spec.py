@@ -21,7 +21,7 @@ class VariantSpec:
 
     Attributes:
         learning: local names of the parameters that get gradients, and "hidden" if the hidden state gets one.
-        partitioner: "min_cut" (functorch's) or "default" (saves everything); ignored if the stage recomputes.
+        partitioner: "min_cut", or "default", which saves everything; ignored if the stage recomputes.
         added: whether matmuls accumulate gradients into buffers where possible (`passes.accumulate`).
         backend: "eager", or "inductor", which compiles the graphs for `device`.
     """

@@ -40,12 +40,12 @@ _bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDiction
 
 
 class Library(Protocol):
-    """Source of traced, uncompiled variants; `str` returns its location."""
+    """Source of traced, uncompiled variants; `str` returns the source's location."""
 
     def variant(self, spec: VariantSpec) -> Variant | None: ...
 
     def source(self, spec: VariantSpec) -> str:
-        """Return an identifier of the file content for a spec, or ""."""
+        """Return an identifier of a spec's stored variant, or ""."""
 
 
 class Cache(Protocol):
@@ -59,12 +59,12 @@ class Cache(Protocol):
 
 
 class Variants:
-    """Cache of the variants of one program that this process has compiled.
+    """Variants of one program that this process has compiled.
 
     Args:
         partitioner, backend, fused_head, added: as in `VariantSpec`.
         device: device to which `get` binds eager graphs, which are cached for the CPU.
-        cache: searched if `library` has no such variant; stores newly traced variants.
+        cache: store of newly traced variants, searched after `library`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Variants:
         return len(self._known)
 
     def get(self, block: Block, part: StagePart) -> Variant:
-        """Return a block's variant for one rank, bound to the device; compile it if necessary."""
+        """Return a block's variant for one rank, bound to the device and compiled if necessary."""
         spec = self.spec(block, part)
         key = self._key(spec)
 
@@ -123,7 +123,7 @@ class Variants:
 
     def _key(self, spec: VariantSpec) -> Hashable:
         how = (spec.learning, self._how, spec.passes)
-        # A check may compare graphs from a file with traced graphs.
+        # Keys of stored and traced graphs differ, because a check may compare both.
         source = "" if self._library is None else self._library.source(spec)
         return (spec.template.content, spec.shards, spec.part.kind, *how, source)
 
@@ -141,12 +141,12 @@ class Variants:
         )
 
     def on(self, device: torch.device) -> Variants:
-        """Return the same eager variants for another device; both share the cached graphs."""
+        """Return the eager variants for another device, which share the cached graphs."""
         assert self.portable, "compiled code runs only on the device that it was compiled for"
         return self._changed(_device=device)
 
     def scoring(self, entropy: bool = False) -> Variants:
-        """Return variants that compute log-probabilities; all blocks except the last share this object's variants."""
+        """Return variants that compute log-probabilities; all blocks except the last have the original variants."""
         if entropy not in self._scoring:
             self._scoring[entropy] = self.of(scoring_program(self.program, entropy))
         return self._scoring[entropy]
@@ -185,7 +185,7 @@ class Variants:
                 yield self.program.blocks[position], part
 
     def form(self, block: Block) -> Hashable:
-        """Return a key; blocks with equal keys have equal variants in every stage."""
+        """Return a key that is equal for blocks with equal variants in every stage."""
         parameters = (self.program.parameters[name] for name in block.parameters)
         return block.template, tuple((p.shape, p.rule) for p in parameters), self._learning(block)
 
@@ -261,7 +261,7 @@ def local_parameters(program: Program, block: Block, template: Template) -> Mapp
 
 
 def pass_seconds(variant: Variant) -> Mapping[str, float]:
-    """Return the duration of each graph pass in seconds; empty if another process made the variant."""
+    """Return the seconds of each graph pass, or {} if another process made the variant."""
     return _seconds.get(variant, {})
 
 

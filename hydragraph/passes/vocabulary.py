@@ -1,9 +1,9 @@
 """Vocabulary-parallel embedding and loss: each rank has some rows of the table and some columns of the logits.
 
-In an embedding, each rank looks up the tokens whose rows it has and uses zeros for other tokens; the results are summed
-over the ranks. The loss of a token with logits z and label y is log(sum_v exp(z_v - m)) - (z_y - m), where m is the
-largest logit. Each rank contributes its columns' part of the sum, and z_y - m if it has column y. Therefore, ranks
-exchange only the maximum and two numbers per token (Shoeybi et al., "Megatron-LM", section 3).
+In an embedding, each rank looks up the tokens whose rows it has and uses zeros for other tokens. The ranks sum the
+results. The loss of a token with logits z and label y is log(sum_v exp(z_v - m)) - (z_y - m), where m is the largest
+logit. Each rank contributes its columns' part of the sum, and z_y - m if it has column y. Therefore, ranks exchange
+only the maximum and two numbers per token (Shoeybi et al., "Megatron-LM", section 3).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows:
 
 
 def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int, classes: int) -> fx.Node:
-    """Add nodes for the cross-entropy of logits whose columns are sharded over ranks; all ranks get the same result.
+    """Add nodes for the cross-entropy, equal on all ranks, of logits whose columns are sharded over ranks.
 
     Args:
         args: local logits [T, columns], labels [T], class weights (None), reduction, ignored label, label smoothing.
@@ -76,7 +76,7 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
 
 
 def entropy_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int) -> fx.Node:
-    """Add nodes for each token's entropy, from logits sharded over ranks; all ranks get the same result.
+    """Add nodes for each token's entropy, equal on all ranks, from logits sharded over ranks.
 
     Args:
         args: local logits [T, columns], labels [T], ignored label.

@@ -1,4 +1,4 @@
-"""Layouts of buckets: the ranks that own each element (its home), and the ranks that compute with the element."""
+"""Layouts of buckets: the ranks that own each element, and the ranks that compute with the element."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BucketLayouts:
 
 
 def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -> list[BucketLayouts]:
-    """Return the layouts of all buckets, as if all pipelines had micro-batches; equal layouts are one object."""
+    """Return the layouts of all buckets if all of a strategy's pipelines have micro-batches."""
     placement = place(program.outline, strategy, [1] * len(strategy.pipelines))
     holders = dict(placement.holders)
     kinds_of = kinds_once(program)
@@ -47,14 +47,14 @@ def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -
 def stage_kinds(
     program: Program, bucket: Bucket, placement: Placement, stages: Sequence[tuple[int, ...]], kinds_of: KindsOf
 ) -> list[dict[str, GradientKind]]:
-    """Return `bucket_kinds` for each stage, given its ranks."""
+    """Return the `bucket_kinds` of each stage."""
     # The first rank represents its stage.
     parts = [placement.stage_of[ranks[0]].part_of(ranks[0]) for ranks in stages]
     return [bucket_kinds(program, bucket, part, kinds_of) for part in parts]
 
 
 def bucket_kinds(program: Program, bucket: Bucket, part: StagePart, kinds_of: KindsOf) -> dict[str, GradientKind]:
-    """Return the gradient kinds of a bucket's parameters in a stage; REPLICA for all parameters of frozen buckets.
+    """Return the gradient kinds of a bucket's parameters in a stage, or REPLICA if the bucket is frozen.
 
     Raises:
         Unsupported: a shared parameter gets a full gradient from one block and a partial gradient from another.
