@@ -1,4 +1,4 @@
-"""Decomposition of an interval of a flattened tensor into axis-aligned boxes, which checkpoints store.
+"""Decomposition of an interval of a flattened tensor into axis-aligned boxes.
 
 For example, elements [3, 11) of a tensor of shape [3, 4] are the last element of row 0, all of row 1, and three
 elements of row 2.
@@ -14,7 +14,11 @@ Extent = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Axis-aligned box in a tensor, whose elements are consecutive in the interval, starting at position `at`."""
+    """Axis-aligned box in a tensor, whose elements are consecutive in the interval.
+
+    Attributes:
+        at: position in the interval.
+    """
 
     offsets: Extent
     sizes: Extent

@@ -25,7 +25,7 @@ class Deadlock:
 
     @property
     def chain(self) -> tuple[int, ...]:
-        """Ranks, each waiting for the next: a cycle that ends with its first rank, or a path to a rank that ended."""
+        """Ranks, each waiting for the next: a cycle (with the first rank repeated), or a path to a rank that ended."""
         path = [min(self.waits)]
         while path[-1] in self.waits and path[-1] not in path[:-1]:
             path.append(self.waits[path[-1]][0])
@@ -33,11 +33,11 @@ class Deadlock:
 
 
 def find_deadlock(programs: Sequence[RankProgram]) -> Deadlock | None:
-    """Simulate all ranks' programs (in rank order) over gloo; return None if all end.
+    """Simulate all ranks' programs (in rank order) over gloo, and return None if all end.
 
-    Sends never wait. All other instructions wait whenever gloo could make them wait: for a message, for tensor-parallel
-    peers, or for ranks that have not yet entered a pull or push. Programs that end over gloo also end over NCCL if each
-    ordered pair of ranks has its own communicator (`tests.ir.queues`).
+    Sends never wait. All other instructions wait whenever gloo could wait: for a message, for tensor-parallel peers, or
+    for ranks that have not yet entered a pull or push. Programs that end over gloo also end over NCCL if each ordered
+    pair of ranks has its own communicator (`tests.ir.queues`).
     """
     simulation = _Simulation(programs).run()
     waits = simulation.waits()

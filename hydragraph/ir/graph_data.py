@@ -5,7 +5,7 @@
                  ["t", "call_function", "aten::t.default", [{"node": "hidden"}], {}, ["tensor", ...]],
                  ["output", "output", "output", [{"tuple": [{"node": "t"}]}], {}, None]]]}
 
-A node is [name, kind, target, args, kwargs, value]. A target is an operator or a function in `PYTHON`; the decoder
+A node is [name, kind, target, args, kwargs, value]. A target is an operator or a function in `PYTHON`. The decoder
 never evaluates or imports names.
 """
 
@@ -46,13 +46,13 @@ _NAMES = {function: name for name, function in PYTHON.items()}
 
 
 def encode(*graphs: fx.GraphModule) -> dict[str, Any]:
-    """Convert the graphs of one trace to data; raise a ValueError if data cannot represent them."""
+    """Convert the graphs of one trace to data, or raise a ValueError if data cannot represent a graph."""
     values = ValueEncoder()
     return {"graphs": [[_node(n, graph, values) for n in graph.graph.nodes] for graph in graphs], "hints": values.hints}
 
 
 def decode(data: Mapping[str, Any]) -> list[fx.GraphModule]:
-    """Build graphs from data; raise a ValueError for an unknown target."""
+    """Build graphs from data, or raise a ValueError for an unknown target."""
     values = ValueDecoder(data["hints"])
     return [_graph(nodes, values) for nodes in data["graphs"]]
 
@@ -67,7 +67,7 @@ def results_of(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def form_of(node: Any) -> TensorForm | None:
-    """Return the dtype and sizes of a node's tensor without building the tensor; None for non-tensors."""
+    """Return the dtype and sizes of a node's tensor without building the tensor, or None."""
     if isinstance(node, fx.Node) and "val" not in node.meta and "form" in node.meta:
         form: TensorForm | None = node.meta["form"]
         return form
@@ -86,7 +86,7 @@ def value_of(node: Any) -> Any:
 
 
 def storages_of(node: Any) -> list[tuple[int, TensorForm]]:
-    """Return the storage number and form of each tensor in a node's value; views of one storage share its number."""
+    """Return the storage number and form of each tensor in a node's value."""
     # The fake tensors of a decoded graph never share storage, so the data records the original storage numbers.
     meta = node.meta if isinstance(node, fx.Node) else {}
     if "forms" in meta:

@@ -11,10 +11,10 @@ from hydragraph.spec.home import Home
 
 
 class HomeLayouts:
-    """Home layouts of buckets; buckets with equal sizes and shares have the same layout object.
+    """Home layouts of buckets.
 
     Args:
-        home: `rule` must be None; with two copies, `nodes` must be set (`Home.on`).
+        home: home whose `rule` is None and, with two copies, whose `nodes` are set (`Home.on`).
 
     Raises:
         ValueError: the home is for a different number of ranks.

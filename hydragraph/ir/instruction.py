@@ -13,14 +13,14 @@ from hydragraph.ir.value import Value, ValueKind, gradients, weights
 class Op(Enum):
     PULL = "pull"  # receive a bucket's weights from their owners, or send them
     FORWARD = "forward"
-    BACKWARD = "backward"  # a block's backward, or one half of it; adds weight gradients to G.bucket
+    BACKWARD = "backward"  # run a block's backward, or half of it, and add weight gradients to G.bucket
     OFFLOAD = "offload"  # copy a block's saved values to host memory
     FETCH = "fetch"  # copy saved values back to the device, after all earlier computations have run
     SEND = "send"
     RECEIVE = "receive"
     PUSH = "push"  # sum a bucket's gradients on first owners, which then send the sums to second owners
-    FREE = "free"  # release values; a message only after it was sent
-    COMMIT = "commit"  # agree whether gradients are finite; last communication of the iteration
+    FREE = "free"  # release values, but messages only after they were sent
+    COMMIT = "commit"  # agree with all ranks whether gradients are finite
     UPDATE = "update"
 
     __hash__ = object.__hash__
@@ -82,8 +82,8 @@ class Instruction:
     Attributes:
         target: a bucket (pull, push), a block (forward, backward, offload, fetch), or "".
         writes: values that the instruction creates or, for gradients, adds to.
-        after: values that the instruction waits for: the `reads` that other streams produce (a free waits only for
-            messages and copies). A pull may also wait for earlier pulls, and a push for earlier pushes.
+        after: values that the instruction waits for: `reads` that other streams produce and, to limit the bytes in
+            flight, values of earlier pulls or pushes.
     """
 
     op: Op

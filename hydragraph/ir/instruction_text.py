@@ -4,8 +4,8 @@
     p2p      send h2.0 -> rank 3                                after h2.0
     compute  free h2.0>3                                        after h2.0>3
 
-A line gives the stream, the values that are written (`=`) or added to (`+=`), the operation, the values that it reads,
-and the values that it waits for.
+A line gives the stream, the values that are written (`=`) or added to (`+=`), the operation, the values that are read,
+and the awaited values (`after`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _statement(instruction: Instruction) -> str:
 
 
 def parse_instruction(line: str, number: int) -> Instruction:
-    """Parse a line written by `instruction_text`; a ValueError names its `number`."""
+    """Parse a line written by `instruction_text`, or raise a ValueError with line `number`."""
     name, _, rest = line.partition(" ")
     try:
         stream = Stream(name)

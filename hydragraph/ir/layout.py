@@ -1,7 +1,7 @@
 """Layouts: which intervals of a bucket's flat state each rank stores, and how gradients are combined.
 
 The flat state is the concatenation of a bucket's parameters. A tensor-parallel shard has one interval per parameter, or
-per fused segment of a parameter; a home shard is one interval. Each array of a layout has one entry per interval:
+per fused segment of a parameter. A home shard is one interval. Each array of a layout has one entry per interval:
 
     rank     rank that stores the interval
     lo, hi   the interval [lo, hi) of the bucket, in elements
@@ -35,16 +35,16 @@ Bools = npt.NDArray[np.bool_]
 class GradientKind(Enum):
     """How to combine the gradients of a stage's ranks."""
 
-    REPLICA = "replica"  # use any of them, because they are equal on all ranks
-    PARTIAL = "partial"  # sum them
+    REPLICA = "replica"  # use any rank's gradient, because all are equal
+    PARTIAL = "partial"  # sum all ranks' gradients
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Assignment of a bucket's elements to ranks: one row per interval, sorted by rank and buffer position.
 
-    A rank's local buffer is the concatenation of its intervals. Arrays are 1-D, int64 (partial: bool) and read-only;
-    no interval is empty. Layouts compare by identity.
+    A rank's local buffer is the concatenation of its intervals. Arrays are 1-D, int64 (partial: bool) and read-only.
+    No interval is empty.
 
     Attributes:
         copy: in a layout for forward and backward (`propagation`), the index of the stage. In a home layout, 0 for
@@ -83,7 +83,7 @@ class Layout:
         return self._where(~np.isin(self.rank, list(ranks)))
 
     def renamed(self, before: Sequence[int | None], nodes: Sequence[int] | None = None) -> Layout:
-        """Return the layout with the rank numbers of a new world; ranks that left are dropped.
+        """Return the layout with the rank numbers of a new world, without ranks that left.
 
         Args:
             before: old number of each new rank; None for a rank that joined.
@@ -96,7 +96,7 @@ class Layout:
         return replace(self._where(row), rank=rank[row], nodes=places)
 
     def within(self, lo: Ints, hi: Ints) -> Layout:
-        """Restrict the layout to disjoint intervals [lo, hi); positions in buffers do not change."""
+        """Restrict the layout to disjoint intervals [lo, hi), without changing positions in buffers."""
         low = np.maximum(self.lo[:, None], lo)
         high = np.minimum(self.hi[:, None], hi)
         row, which = np.nonzero(low < high)
@@ -136,7 +136,7 @@ def home(
     align: int = 8,
     nodes: Sequence[int] | None = None,
 ) -> Layout:
-    """Make the home layout of a bucket: each copy is split into one interval per rank, in the order of `ranks`.
+    """Make the home layout of a bucket. Each copy has one interval per rank, in the order of `ranks`.
 
     If shares are equal and the number of ranks divides `size`, all intervals have equal lengths, as native collectives
     require. Otherwise, boundaries are multiples of `align`, so some ranks may get no elements of a small bucket.
@@ -156,7 +156,7 @@ def home(
         return _layout(owners, cuts[:-1], cuts[1:], np.zeros(n, np.int64), np.ones(n, bool), size)
     which, lo, hi, copy = _twice(size, weights, range(n) if nodes is None else nodes, align)
     rank = owners[which]
-    # Sort each rank's intervals by element, so that its part of a parameter is contiguous.
+    # Sort each rank's intervals by element, so that the rank's part of a parameter is contiguous.
     row = np.lexsort((lo, rank))
     layout = _layout(rank[row], lo[row], hi[row], copy[row], np.ones(len(row), bool), size)
     if nodes is None:
@@ -180,7 +180,7 @@ def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
 def _twice(
     size: int, weights: npt.NDArray[np.float64], nodes: Sequence[int], align: int
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Split two copies of a bucket, the second shifted by half a bucket.
+    """Split two copies of a bucket into intervals, with the second copy shifted by half a bucket.
 
     The ranks of a node are adjacent and together own at most half of a copy, so no node owns an element twice.
     """
@@ -191,7 +191,7 @@ def _twice(
     of_node: dict[int, Fraction] = {}
     for i, weight in zip(order, exact, strict=True):
         of_node[nodes[i]] = of_node.get(nodes[i], Fraction(0)) + weight
-    # At most one node has more than half of the shares; this node gets half of each copy.
+    # A node with more than half of the shares gets half of each copy.
     largest = max(of_node, key=lambda node: of_node[node])
     ends = [Fraction(0)]  # ends of intervals, as fractions of the bucket
     for i, weight in zip(order, exact, strict=True):

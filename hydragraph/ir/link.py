@@ -1,13 +1,13 @@
-"""Links: slices that ranks send to convert one layout of a bucket into another: `copy` values, `reduce` gradients.
+"""Links: slices that ranks send to convert one layout of a bucket into another (values: `copy`, gradients: `reduce`).
 
 Ranks of the *source* layout send, and ranks of the *target* layout receive. The ends of the source's intervals divide
-the elements into *cells*. A rank stores all elements of a cell or none. Target intervals are also cut at these ends;
-each piece gets a sender (as in Hydraulis, section 5.2, but for uneven shards).
+the elements into *cells*. A rank stores all elements of a cell or none. Target intervals are also cut where cells end.
+Each piece gets a sender (as in Hydraulis, section 5.2, but for uneven shards).
 
 Symbols, with the lengths of arrays:
 
     line           [source rows]  number of each interval's line: line i is the range [i * size, (i + 1) * size). Values
-                                  use one line; gradients use one per copy of the state, because all copies contribute
+                                  use one line. Gradients use one line per copy, because all copies contribute
     ends           [cells + 1]    cell c is [ends[c], ends[c + 1])
     first, rows                   cell c is stored by the source rows rows[first[c] : first[c + 1]]
     row, lo, hi    [T]            the target's intervals, repeated on each line
@@ -33,10 +33,10 @@ _PIECE, _PIECES = 1024, 64  # minimum elements of a piece; maximum pieces
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """Slices between two layouts, sorted by (dst, src, lo); arrays are 1-D and read-only.
+    """Slices between two layouts, sorted by (dst, src, lo). Arrays are 1-D and read-only.
 
-    A slice copies elements [lo, hi) from rank `src`, at `src_at` in its local buffer, to rank `dst`, at `dst_at`. The
-    two ranks may be equal.
+    A slice copies elements [lo, hi) from rank `src` to rank `dst`, possibly the same rank. In local buffers, the
+    elements start at `src_at` and `dst_at`.
     """
 
     src: Ints
@@ -68,7 +68,7 @@ class Slices:
         return self.where(self.leaving)
 
     def of(self, rank: int) -> tuple[Slices, Slices]:
-        """Return the slices that a rank sends and those that it receives; both include local copies."""
+        """Return the slices that a rank sends and receives, both including local copies."""
         return self.where(self.src == rank), self.where(self.dst == rank)
 
     def where(self, rows: Bools | Ints) -> Slices:
@@ -81,8 +81,8 @@ class Slices:
 def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """Return the slices of values that cover every target interval exactly once.
 
-    A rank that stores the values copies them locally. Otherwise, the nearest rank that stores them sends them (by rank
-    number; if nodes are known, ranks on the same node come first). Equally near ranks take turns.
+    A rank that stores the values copies them locally. Otherwise, the nearest rank (by number) that stores the values
+    sends them, but ranks on the same node come first. Equally near ranks take turns.
 
     Args:
         rank: if given, compute only the slices that this rank sends or receives, which is faster.
@@ -95,7 +95,7 @@ def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
 
 def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Return slices like `copy`, but divide each interval over all nearest holders: receiver, its node, or all."""
+    """Return slices like `copy`, but divide intervals among senders: the receiver, ranks on its node, or all ranks."""
     pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
     parts = source.within(pieces, np.append(pieces[1:], source.size))
     pairs = _pairs(parts, target, np.zeros_like(parts.copy), rank, target.rank)
@@ -118,8 +118,8 @@ def _distance(pairs: Slices, nodes: Ints | None) -> Ints:
 def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """Return the slices of gradients that the target's first owners must sum.
 
-    Every rank with a PARTIAL interval sends it. A REPLICA interval is sent by one rank per copy: the owner itself if
-    possible; otherwise, the ranks take turns.
+    Every rank with a PARTIAL interval sends it. A REPLICA interval is sent by one rank per copy: the owner if possible,
+    or the ranks in turn.
 
     Raises:
         ValueError: the sizes differ, or one of the source's copies does not hold a needed element.
@@ -130,7 +130,7 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
 
 def hand_on(owners: Layout, rank: int | None = None) -> Slices:
-    """Return the slices of sums that first owners send to second owners; positions are in the buffers of `owners`."""
+    """Return the slices of gradient sums that first owners send to second owners."""
     return copy(owners.first, owners.second, rank)
 
 
@@ -146,7 +146,7 @@ def sums_stay(source: Layout, target: Layout) -> bool:
 
 
 def _local(link: Callable[[int | None], Slices], ranks: Sequence[int]) -> bool:
-    # Try one rank first: this is fast, and usually finds a slice between two ranks.
+    # Try one rank first, which is fast and usually finds a slice between two ranks.
     return all(not len(link(rank).travelling) for rank in (*ranks[:1], None))
 
 
@@ -180,7 +180,7 @@ def _whole_everywhere(layout: Layout) -> bool:
 
 
 class SourceCells(NamedTuple):
-    """Cells of a source; the module docstring defines the fields."""
+    """Cells of a source, with fields as in the module docstring."""
 
     ends: Ints
     first: Ints
@@ -189,7 +189,7 @@ class SourceCells(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Pairs of a slice and a candidate sender, as in the module docstring; each slice's pairs begin at `start`."""
+    """Pairs of a slice and a candidate sender, as in the module docstring. Each slice's pairs begin at `start`."""
 
     slices: Slices
     partial: Bools
@@ -205,7 +205,7 @@ def _ragged(counts: Ints) -> tuple[Ints, Ints]:
 
 
 def cells_of(lo: Ints, hi: Ints, end: int) -> SourceCells:
-    """Split [0, end) where intervals start or end; the rows of a cell ascend."""
+    """Split [0, end) into cells where intervals start or end."""
     ends = np.unique(np.concatenate((np.array([0, end]), lo, hi)))
     begin = np.searchsorted(ends, lo)
     row, place = _ragged(np.searchsorted(ends, hi) - begin)
@@ -215,7 +215,7 @@ def cells_of(lo: Ints, hi: Ints, end: int) -> SourceCells:
 
 
 def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: Ints) -> _Pairs:
-    """Intersect the target with the source's cells; if `rank` is given, slices of other ranks may be missing."""
+    """Intersect the target's intervals with the source's cells, at least for `rank` (None: for all ranks)."""
     size = source.size
     lines = int(line.max(initial=0)) + 1
     if size != target.size:
@@ -261,7 +261,7 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
     concerned = target.rank[row] == rank
     mine = source.rank == rank
     if mine.any():
-        # The range includes gaps between the rank's intervals; `_slices` drops slices in the gaps.
+        # `_slices` drops slices in gaps between the rank's intervals.
         begin = source.lo[mine] + line[mine] * source.size
         end = source.hi[mine] + line[mine] * source.size
         concerned |= (lo < end.max()) & (hi > begin.min())

@@ -1,7 +1,7 @@
 """Parameters, their sharding rules, and an order of elements in which shards are intervals.
 
-A parameter's *canonical order* is the order of its elements after its sharded dimension is moved to the front. For any
-tensor-parallel degree, a shard then consists of one interval per fused segment (such as q, k and v).
+A parameter's *canonical order* is the order of its elements after its sharded dimension is moved to the front. In
+canonical order, a shard consists of one interval per fused segment (such as q, k and v), for any parallel degree.
 
 Example: w [3, 4] fuses two segments of 2 columns each. With two ranks:
 
@@ -33,7 +33,7 @@ class ShardRule:
     Attributes:
         segments: number of units of each fused segment, such as `(8, 8, 8)` for q, k and v of eight heads.
         unit: number of elements along `dim` that must stay together, such as the head size.
-        heads: whether units are attention heads. Several ranks may share a head; they sum its gradients.
+        heads: whether units are attention heads. Ranks that share a head sum the head's gradients.
 
     Raises:
         ValueError: the dimension is negative, or a segment or unit is empty.
@@ -113,7 +113,11 @@ class Parameter:
         return self.size // self.shape[self.rule.dim] if self.rule else self.size
 
     def intervals(self, tp: int, index: int) -> tuple[tuple[int, int], ...]:
-        """Return the canonical intervals [lo, hi) of rank `index` of `tp`; raise Unsupported if `tp` splits a head."""
+        """Return the canonical intervals [lo, hi) of rank `index` of `tp`.
+
+        Raises:
+            Unsupported: `tp` splits a head.
+        """
         if self.rule is None or tp == 1:
             return ((0, self.size),)
         intervals = []
@@ -135,7 +139,7 @@ class Parameter:
             raise Unsupported(error.what, where=self.name, remedy=error.remedy) from None
 
     def local_shape(self, tp: int, index: int) -> tuple[int, ...]:
-        """Return the shard's shape; raises like `intervals`."""
+        """Return the shape of a rank's shard; raises like `intervals`."""
         if self.rule is None or tp == 1:
             return self.shape
         length = sum(hi - lo for lo, hi in self.intervals(tp, index)) // self._row
@@ -146,7 +150,7 @@ class Parameter:
         return (tensor.movedim(self.rule.dim, 0) if self.rule else tensor).reshape(-1)
 
     def natural(self, flat: Tensor, tp: int = 1, index: int = 0) -> Tensor:
-        """View a shard in canonical order as a tensor of its `local_shape`; strides may be transposed."""
+        """View a shard in canonical order as a tensor of shape `local_shape`."""
         shape = self.local_shape(tp, index)
         if self.rule is None:
             return flat.view(shape)
@@ -156,9 +160,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose state is one flat vector; each pair of ranks exchanges it in one message.
+    """Parameters whose state is one flat vector, which two ranks exchange in one message.
 
-    A block's own parameters form a bucket; tied parameters and parameters without a gradient have separate buckets.
+    A block's own parameters form a bucket. Tied parameters, and parameters without a gradient, have separate buckets.
 
     Attributes:
         blocks: blocks that use the bucket; may be empty.
@@ -183,7 +187,7 @@ class Bucket:
 
     @cached_property
     def form(self) -> tuple[tuple[tuple[int, ...], ShardRule | None], ...]:
-        """Shape and rule of each parameter; buckets with equal forms have equal layouts."""
+        """Shape and rule of each parameter, which determine the bucket's layouts."""
         return tuple((p.shape, p.rule) for p in self.parameters)
 
     def offsets(self) -> dict[str, int]:
