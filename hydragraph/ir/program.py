@@ -27,7 +27,7 @@ class Template:
 
     Attributes:
         name: SHA-256 of the graph, in hexadecimal.
-        graph: returns the hidden state, or the summed loss ("head"), or auxiliary values ("aux").
+        graph: returns the hidden state, the summed loss (for "head"), or auxiliary values (for "aux").
         parameters: names within the block's module.
         inputs: "hidden", "other.i" (auxiliary values) and fields of the batch.
     """
@@ -75,7 +75,7 @@ class Block:
     Attributes:
         name: "embed", "layer.0", ..., "head".
         parameters: names within the model, in the template's order.
-        aux: for each input "other.i", the index of the aux output.
+        aux: index of the aux block's output for each input "other.i".
     """
 
     name: str
@@ -90,7 +90,7 @@ class Program:
     """Captured model, independent of devices and strategies.
 
     Attributes:
-        causal: whether labels are the next tokens; if not, sequences must provide labels.
+        causal: whether labels are the next tokens. Otherwise, sequences must provide labels.
         blocks: from "embed" to "head".
         aux: block that computes positions, rotary tables and other parameter-free values on every stage.
         buckets: in block order; parameters that no block uses come last.
@@ -98,10 +98,10 @@ class Program:
         unplaced: token id that gets position -1, such as RoBERTa's padding id.
         positions: maximum number of tokens in a sequence, and the name of the config setting that limits it.
         origin: digest of the model's modules and config.
-        reads: digest of the loss and of values that it or the model reads, or "" if unknown.
-        loss: the loss that `capture` was given; not pickled.
+        reads: digest of the loss and of values that the loss or the model reads, or "" if unknown.
+        loss: the loss function, which is not pickled.
         push_dtype: dtype of gradients sent to their owners.
-        window: maximum number of elements in flight, separately for pulls and pushes; None: see `Outline`.
+        window: maximum number of elements in flight, for pulls and for pushes (None: see `Outline.awaited`).
     """
 
     model: str
@@ -137,7 +137,7 @@ class Program:
 
     @cached_property
     def drops(self) -> bool:
-        """Whether training uses dropout; if so, batches have dropout keys (`kernels.philox`)."""
+        """Whether training uses dropout, whose keys are in the batch (`kernels.philox`)."""
         return any(DROPOUT_KEYS in template.inputs for template in self.templates.values())
 
     def number_of(self, block: Block) -> int:

@@ -12,7 +12,7 @@ from typing import Literal
 from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.value import bucket_of
 
-# "gradients" means "train" without the update; "evaluate" runs only forwards.
+# "gradients" means "train" without the update. "evaluate" runs only forwards.
 Mode = Literal["train", "evaluate", "gradients"]
 
 # "score" computes log-probabilities.
@@ -34,8 +34,8 @@ class Outline:
     Attributes:
         blocks: "embed", one block per layer ("layer.0", ...), "head".
         buckets: (bucket, blocks that use it) pairs.
-        elements: number of elements in each bucket; if empty, 1 each.
-        window: maximum number of elements in flight, separately for pulls and pushes; None: see `awaited`.
+        elements: number of elements in each bucket (empty: 1 per bucket).
+        window: maximum number of elements in flight, for pulls and for pushes (None: see `awaited`).
 
     Raises:
         ValueError: fewer than two blocks, a repeated or invalid name, or a bucket without blocks or with an unknown
@@ -96,10 +96,10 @@ class Outline:
         return max(sum(self.sizes[name] for name in names) for names in self.weights.values())
 
     def awaited(self, exchanges: Sequence[str]) -> list[list[str]]:
-        """Return the earlier pulls (or pushes) that must end before each one starts; a single bucket always fits.
+        """Return the earlier exchanges that must end before each exchange (pull or push) starts.
 
-        The elements in flight are limited to `window` or, if None, to the largest block's number of elements, doubled
-        unless an exchange is streamed.
+        At most `window` elements (but at least one bucket) are in flight. If `window` is None, the limit is the largest
+        block's number of elements, doubled unless an exchange is streamed.
         """
         room = self.window
         if room is None:
@@ -119,7 +119,7 @@ class Outline:
 
     @cached_property
     def pull_order(self) -> tuple[str, ...]:
-        """Buckets, ordered by the first block that uses each; pushes run in reverse order."""
+        """Buckets, ordered by the first block that uses each bucket."""
         first = {name: min(self.index[block] for block in blocks) for name, blocks in self.buckets}
         return tuple(sorted(first, key=first.__getitem__))
 

@@ -4,7 +4,7 @@
     pull     W.layer.0 = link home -> here                      # comments are ignored
     compute  h1.0, s.layer.0.0 = forward layer.0 [0] (W.layer.0, h0.0, a.0)   after W.layer.0
 
-The header gives the rank's pipeline and stage; the other lines are instructions (`ir.instruction_text`). The header of
+The header gives the rank's pipeline and stage. The other lines are instructions (`ir.instruction_text`). The header of
 a shared stage lists all pipelines and their micro-batches. The header of interleaved stages lists all stages and their
 layers.
 """
@@ -33,7 +33,7 @@ Span = tuple[int, int]  # half-open interval
 
 @dataclass(frozen=True)
 class Role:
-    """A stage's position in a pipeline; micro-batches are numbered across pipelines that share stages."""
+    """A stage's position in a pipeline, and micro-batches, which are numbered across pipelines that share stages."""
 
     pipeline: int
     stage: int
@@ -71,12 +71,15 @@ class RankProgram:
 
     @classmethod
     def parse(cls, text: str) -> RankProgram:
-        """Parse the output of `str`; a ValueError names the line."""
+        """Parse the output of `str`, or raise a ValueError."""
         return parse(text)
 
 
 def to_text(program: RankProgram, comments: Mapping[int, str] | None = None) -> str:
-    """Return the text that `parse` reads; `comments` maps instruction indices to comments.
+    """Return the text that `parse` reads.
+
+    Args:
+        comments: instruction index -> comment.
 
     Raises:
         ValueError: the strategy's text or a comment has characters that `parse` would misread.
@@ -116,7 +119,7 @@ def _parse_count(text: str) -> range:
 
 
 def parse(text: str) -> RankProgram:
-    """Parse the output of `to_text`; comments after # are ignored."""
+    """Parse the output of `to_text`, without comments."""
     program: RankProgram | None = None
     instructions: list[Instruction] = []
     number = 0

@@ -1,6 +1,6 @@
 """Programs of many ranks. Ranks of a *kind* share one body of instructions, and differ only in their peers.
 
-Rank numbers in a body are indices into the peers of the rank that runs it. Example with two stages of two ranks each:
+Rank numbers in a body are indices into the running rank's peers. Example with two stages of two ranks each:
 
     body     send h1.0 -> rank 0
     peers    (2) for rank 0, which therefore sends to rank 2; (3) for rank 1
@@ -29,7 +29,7 @@ class SharedPrograms(Sequence[RankProgram]):
 
     Attributes:
         bodies: instructions of each kind; ranks of a kind have equal stages, layers, tp and micro-batches.
-        peers: for each rank, the ranks that its body calls 0, 1, ..., all distinct.
+        peers: for each rank, the distinct ranks that the rank's body numbers 0, 1, ...
     """
 
     headers: tuple[RankProgram, ...]
@@ -67,7 +67,7 @@ class SharedPrograms(Sequence[RankProgram]):
 
     @staticmethod
     def gather(found: Iterable[tuple[RankProgram, Body, Peers]]) -> SharedPrograms:
-        """Combine headers, bodies and peers; equal bodies of one kind are merged."""
+        """Combine headers, bodies and peers, and merge equal bodies of one kind."""
         number: dict[Hashable, int] = {}
         kind_of: dict[tuple[Hashable, int], int] = {}  # keyed by body identity, to compare bodies only once
         bodies: list[Body] = []
@@ -91,7 +91,7 @@ class SharedPrograms(Sequence[RankProgram]):
 
 
 def numbered(instructions: Sequence[Instruction]) -> tuple[Body, Peers]:
-    """Return instructions with peers numbered by first occurrence, and the peers in this order."""
+    """Return instructions with peers numbered by first occurrence, and the peers by number."""
     at = _naming(instructions)
     number: dict[int, int] = {}
     for i in at:

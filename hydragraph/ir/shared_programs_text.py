@@ -5,7 +5,7 @@
     ranks.txt       rank  kind  P  T    peers
                     0     0     0  0-1  2
 
-A rank's row gives its values of R, P, T, A, B, ... in its kind's text.
+A row of `ranks.txt` gives one rank's R, P, T, A, B, ... in `program_KIND.txt`.
 """
 
 from __future__ import annotations

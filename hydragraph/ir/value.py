@@ -44,11 +44,10 @@ class ValueKind(Enum):
 
 
 class Value(str):
-    """A value's text, fast to compare and hash, with its parts as attributes.
+    """A value's text, with the text's parts as attributes ("" or -1 for parts that the kind does not have).
 
     Attributes:
         micro_batch: number of the micro-batch, counted within the pipeline or over all pipelines that share stages.
-        block, bucket, exchange, position, micro_batch, peer: "" or -1 if the kind of value has none.
     """
 
     __slots__ = ("block", "bucket", "exchange", "kind", "micro_batch", "peer", "position")

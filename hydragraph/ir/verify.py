@@ -205,7 +205,7 @@ def _check_copy(program: RankProgram, index: int) -> None:
 
 
 def _of_buckets(values: Sequence[Value]) -> frozenset[Value]:
-    """Replace streamed weights and gradients by their bucket's, and fetched values by saved ones."""
+    """Replace streamed weights and gradients by unstreamed ones, and fetched values by saved values."""
     return frozenset(_PLAIN[value.kind](value) if value.kind in _PLAIN else value for value in values)
 
 
@@ -308,7 +308,7 @@ def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline
         for program, _ in ones[1:]:
             for bucket, (index, entered) in zip(expected, _of(program, op), strict=True):
                 if bucket != entered.target:
-                    raise _fail(program, index, f"rank 0 runs the {op.value} of {bucket} instead; use the same order")
+                    raise _fail(program, index, f"rank 0 runs the {op.value} of {bucket} here; use rank 0's order")
 
 
 def _named(program: RankProgram, kind: ValueKind) -> frozenset[str]:
@@ -407,7 +407,7 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
     if len(values) != 1 or (instruction.op is Op.RECEIVE and instruction.reads):
         raise _fail(program, index, f"a {instruction.op.value} must have exactly one value")
     (value,) = values
-    # A stage receives activations before its first block, and sends them after its last; gradients move in reverse.
+    # A stage receives activations before its first block and sends them after its last. Gradients move in reverse.
     peers: tuple[int, ...] = ()
     for visit, blocks in enumerate(site.blocks):
         before, last = blocks.start - 1, blocks.stop - 1

@@ -1,4 +1,4 @@
-"""Idealized times of every stage's forwards and backwards; each rank runs its tasks in the order of these times.
+"""Idealized times of every stage's forwards and backwards, which determine the order of each rank's tasks.
 
 One pipeline of 3 stages (F0: the forward of micro-batch 0; B0: its backward):
 
@@ -12,14 +12,14 @@ for a forward and one for a backward. If stages have different periods:
 
 - Micro-batch j of a pipeline with c micro-batches enters the first stage at j / c of the iteration. If P pipelines
   share stages, pipeline i is delayed by i / (P c).
-- A micro-batch moves to a neighboring stage, in either direction, in half of the longer of the two stages' periods.
+- A micro-batch takes half of the longer period of two neighboring stages to move between the stages.
 - On the last stage, a backward begins half a period after its forward.
 
 Ranks that run their tasks in clock order cannot deadlock, because the inputs of a task have earlier times. All
 micro-batches take the same time between two stages, so they arrive in order.
 
-Interleaved stages: in each of C rounds, a micro-batch passes through G groups of devices. Micro-batches enter in sets
-of G, and a set finishes a round before it starts the next. A micro-batch reaches the next stage after a full period.
+With interleaved stages, a micro-batch passes through G groups of devices in each of C rounds. Micro-batches enter in
+sets of G, and a set finishes a round before the next round. A micro-batch reaches the next stage after a full period.
 F0:1 is the forward of micro-batch 0 in the second round:
 
     row 0    F0        F1        F0:1      F1:1      F2   B0:1 F3   B1:1 F2:1 ...

@@ -49,7 +49,11 @@ RETURNING = (Work.BACKWARD, Work.INPUT_GRADIENT)
 
 
 class Action(NamedTuple):
-    """Work of one micro-batch on a stage; `visit` is the stage's index among its pipeline's stages in the row."""
+    """Work of one micro-batch on a stage.
+
+    Attributes:
+        visit: index of the stage among the pipeline's stages in the row.
+    """
 
     work: Work
     pipeline: int
@@ -67,7 +71,7 @@ Place = tuple[int, int]  # (row, visit) of a stage
 
 @dataclass(frozen=True)
 class ScheduleShape:
-    """One pipeline, or several that share stages; micro-batches are numbered across all pipelines.
+    """One pipeline, or several pipelines that share stages and a numbering of micro-batches.
 
     Attributes:
         counts: micro-batches of each pipeline, at least 1.
@@ -119,7 +123,7 @@ class ScheduleTable(NamedTuple):
 
     Attributes:
         work: index in `WORKS` of each action's kind; -1 after a row's last action.
-        skip: index of the row's next action whose micro-batch number is smaller.
+        skip: index of the row's next action with a smaller micro-batch number.
         stage: stage of each action; with interleaved stages, the table's last rows are empty.
     """
 
@@ -171,7 +175,7 @@ class Schedule:
         return cls(title[1], tuple(rows))
 
     def in_flight(self, stage: int) -> int:
-        """Return the largest number of micro-batches in flight on a row, each from its forward to its last gradient."""
+        """Return the largest number of micro-batches between forward and last gradient on a row."""
         row = self.actions[stage]
         last = {(action.micro_batch, action.visit): i for i, action in enumerate(row)}
         alive = most = 0
@@ -205,7 +209,7 @@ class Schedule:
     def begins(
         self, places: Sequence[Sequence[Place]], lengths: Sequence[Sequence[Any]] | None = None
     ) -> list[list[Any]]:
-        """Return when each action begins; a deadlocked row ends before the action that never begins.
+        """Return when each action begins. A deadlocked row ends before the action that never begins.
 
         Args:
             lengths: durations of each row's actions, as integers or fractions; default: 1.

@@ -45,19 +45,23 @@ def schedule_of(kind: str, shape: ScheduleShape, mode: Mode = "train") -> Schedu
 
 @lru_cache(maxsize=256)
 def most_in_flight(kind: str, stages: int) -> tuple[int | None, ...]:
-    """Return the largest number of micro-batches in flight on each stage, or None without a limit."""
+    """Return the largest number of micro-batches in flight on each stage (None: unlimited)."""
     count = stages + 1
     schedule = KINDS[kind](ScheduleShape.alone(stages, count))
     return tuple(most if most < count else None for most in map(schedule.in_flight, range(stages)))
 
 
 def in_flight(kind: str, stages: int, count: int) -> tuple[int, ...]:
-    """Return the largest number in flight on each stage, if the pipeline has `count` micro-batches."""
+    """Return the largest number in flight on each stage of a pipeline with `count` micro-batches."""
     return tuple(count if most is None else min(most, count) for most in most_in_flight(kind, stages))
 
 
 def table_of(kind: str, rows: int | tuple[int, ...], count: int) -> ScheduleTable:
-    """Return a table of at least `count` micro-batches; `rows` is the row of each stage, or the number of stages."""
+    """Return a table of at least `count` micro-batches.
+
+    Args:
+        rows: row of each stage, or the number of stages.
+    """
     return _table(kind, tuple(range(rows)) if isinstance(rows, int) else rows, 1 << max(3, (count - 1).bit_length()))
 
 

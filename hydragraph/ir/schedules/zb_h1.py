@@ -5,9 +5,9 @@
     stage 1  .  F0 I0 W0 F1 I1 W1 F2 I2 W2
 
 The first stage does not split its backwards. Every stage holds as many micro-batches as under 1F1B. If each of S stages
-takes f for a forward, and i and w for the halves of a backward, a pipeline idles for (S - 1) (f + i); under 1F1B, it
-idles for (S - 1) (f + i + w). The ZB-H1 of Qi et al. (Zero Bubble Pipeline Parallelism, 2023) idles less, but each of
-its stages holds as many micro-batches as the first one.
+takes f for a forward, and i and w for the halves of a backward, a pipeline idles for (S - 1) (f + i), and under 1F1B
+for (S - 1) (f + i + w). The ZB-H1 of Qi et al. (Zero Bubble Pipeline Parallelism, 2023) idles less, but each of its
+stages holds as many micro-batches as its first stage.
 """
 
 from __future__ import annotations
