@@ -182,9 +182,9 @@ class CompiledModel:
     ) -> AssignedBatch:
         """Pack this rank's micro-batches.
 
-    Args:
-        update: step number, which selects dropout masks.
-    """
+        Args:
+            update: step number, which selects dropout masks.
+        """
         draws: DropoutNumbers | None = None
         if self.program.drops:
             count = len(batch.sequences)

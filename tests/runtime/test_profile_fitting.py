@@ -184,7 +184,9 @@ def measurements(scale: float, rows: tuple[tuple[int, ...], ...] = ROWS, flat: b
     return Measurements(
         rows,
         {
-            t: MeasuredTemplate(nothing, seconds, tuple(s / 3 for s in seconds), reaches.get(t, frozenset()))
+            t: MeasuredTemplate(
+                nothing, seconds, seconds if t == AUX else tuple(s / 3 for s in seconds), reaches.get(t, frozenset())
+            )
             for t, seconds in times.items()
         },
     )

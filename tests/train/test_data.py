@@ -400,6 +400,6 @@ def test_a_preparation_that_is_interrupted_goes_on(tmp_path: Path, monkeypatch: 
         prepare(run, interrupt)
     seen: list[tuple[str, int]] = []
     directory = prepare(run, lambda what, done, part: seen.append((what, done)))
-    assert seen[0] == ("writing the token file", 24), "neither the tokenizer nor what was encoded is made again"
+    assert seen[0] == ("writing the token file", 32), "neither the tokenizer nor what was encoded is made again"
     assert len(open_tokens(run, directory).files[0]) == 40
     assert [path.name for path in directory.parent.iterdir()] == [directory.name]

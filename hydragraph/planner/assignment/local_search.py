@@ -87,9 +87,9 @@ class SearchState(NamedTuple):
 def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     """Return a pipeline's end time by its mode's formula.
 
-        EQ3     load + fixed + (PP - 1) T(longest)
-        SINGLE  load; infinite above MaxLen tokens
-        FORMED  fixed + min over V of load + c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c)
+    EQ3     load + fixed + (PP - 1) T(longest)
+    SINGLE  load; infinite above MaxLen tokens
+    FORMED  fixed + min over V of load + c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c)
     """
     if tokens <= 0.0:
         return 0.0
