@@ -53,8 +53,8 @@ class _Simulation:
         self.at = [0] * len(programs)
         self.sent: Counter[tuple[int, int]] = Counter()  # (from, to) -> number of messages
         self.received: Counter[tuple[int, int]] = Counter()
-        self.turn: dict[tuple[int, Value], int] = {}  # (from, message) -> number of receives that complete it
-        self.entered: Counter[tuple[Op, str]] = Counter()  # exchange -> number of ranks that have entered it
+        self.turn: dict[tuple[int, Value], int] = {}  # (from, message) -> receives that complete the message
+        self.entered: Counter[tuple[Op, str]] = Counter()  # exchange -> ranks that have entered the exchange
         self.committing: set[int] = set()
 
     def run(self) -> _Simulation:

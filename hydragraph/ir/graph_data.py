@@ -67,7 +67,7 @@ def results_of(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def form_of(node: Any) -> TensorForm | None:
-    """Return the dtype and sizes of a node's tensor without building the tensor, or None."""
+    """Return the dtype and sizes of a node's tensor without building the tensor, or None for other values."""
     if isinstance(node, fx.Node) and "val" not in node.meta and "form" in node.meta:
         form: TensorForm | None = node.meta["form"]
         return form
@@ -182,7 +182,7 @@ def _graph(nodes: list[Any], values: ValueDecoder) -> fx.GraphModule:
 
 
 def known_target(name: str) -> Callable[..., Any]:
-    """Return the function or operator with this name, or raise a ValueError."""
+    """Return the function or operator with the given name, or raise a ValueError."""
     if name in PYTHON:
         return PYTHON[name]
     namespace, _, rest = name.partition("::")

@@ -1,4 +1,4 @@
-"""Home layouts: which ranks own each element of a bucket, according to a `Home`."""
+"""Home layouts: the ranks that own each element of a bucket, according to a `Home`."""
 
 from __future__ import annotations
 

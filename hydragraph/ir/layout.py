@@ -145,7 +145,8 @@ def home(
         ranks: distinct ranks, in any order.
         shares: one number per rank, at least 0 and not all 0, or None for equal shares. With two copies, a node with
             more than half of all shares owns one copy of every element.
-        copies: 1, or 2 to give every element a second owner on another node. Ranks of two nodes must have shares.
+        copies: 1, or 2 to give every element a second owner on another node. With two copies, ranks of two nodes must
+            have shares.
         nodes: each rank's node, or None if all ranks are on different nodes.
     """
     n = len(ranks)
@@ -186,7 +187,7 @@ def _twice(
     """
     first = {node: i for i, node in reversed(list(enumerate(nodes)))}
     order = sorted(range(len(nodes)), key=lambda i: first[nodes[i]])
-    exact = [Fraction(float(weights[i])) for i in order]  # a rounded sum could exceed half
+    exact = [Fraction(float(weights[i])) for i in order]  # a rounded sum could exceed half of the total
     total = sum(exact)
     of_node: dict[int, Fraction] = {}
     for i, weight in zip(order, exact, strict=True):
@@ -289,7 +290,7 @@ def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: in
     opens[1:] = ~same | (lo[1:] != hi[:-1])
     rank, lo, copy = (column[opens] for column in (rank, lo, copy))
     partial = partial[opens]
-    hi = hi[np.roll(opens, -1)]  # the last row of each run
+    hi = hi[np.roll(opens, -1)]  # the last row of each merged interval
     end = np.cumsum(hi - lo)
     at = end - (hi - lo)
     at -= at[np.searchsorted(rank, rank)]  # the first row of each rank starts its buffer

@@ -28,7 +28,7 @@ import numpy as np
 
 from hydragraph.ir.layout import Bools, Ints, Layout
 
-_PIECE, _PIECES = 1024, 64  # minimum elements of a piece; maximum pieces
+_PIECE, _PIECES = 1024, 64  # minimum elements of a piece, maximum pieces of a bucket
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,10 @@ def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
 
 def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Return slices like `copy`, but divide intervals among senders: the receiver, ranks on its node, or all ranks."""
+    """Return slices like `copy`, but divide each interval over all of the nearest ranks that store the interval.
+
+    The receiver itself is nearest, followed by ranks on the receiver's node, and all other ranks.
+    """
     pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
     parts = source.within(pieces, np.append(pieces[1:], source.size))
     pairs = _pairs(parts, target, np.zeros_like(parts.copy), rank, target.rank)

@@ -1,9 +1,9 @@
-"""Pass `accumulate`: fuse each weight gradient's matrix product with its addition to the gradient sum.
+"""Pass `accumulate`: fuse the matrix product that computes a weight gradient with the addition to the gradient sum.
 
     before     dW = mm(dy^t, x)         returned; the executor computes total += dW
     after      total.addmm_(dy^t, x, beta=beta)
 
-The fusion saves two thirds of a gradient's memory traffic. `beta` is 0 for the first micro-batch, then 1.
+The fusion saves two thirds of a gradient's memory traffic. `beta` is 0 for the first micro-batch and 1 for later ones.
 """
 
 from __future__ import annotations

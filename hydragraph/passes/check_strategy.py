@@ -1,4 +1,4 @@
-"""Validation of a strategy against a program and a world."""
+"""Validation of a strategy against a program and the number of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REMEDY = "use stages with one device each (tensor-parallel degree 1)"
 
 
 def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
-    """Check that a strategy fits a model and the ranks, with the same result on every rank.
+    """Check that a strategy fits a model and the number of ranks.
 
     Raises:
         ValueError: the strategy's layers, ranks or tensor-parallel degrees do not fit.
@@ -44,7 +44,7 @@ def refuse_uncut(program: Program, strategy: Strategy) -> None:
     Small parameters (norms, a router) and a head whose loss needs all logits may stay replicated.
 
     Raises:
-        Unsupported: a layer has experts, a convolution or another operator without a sharding rule.
+        Unsupported: an operator with a weight has no sharding rule, or a layer has no weight.
     """
     if all(stage.tp == 1 for pipeline in strategy.pipelines for stage in pipeline.stages):
         return

@@ -98,7 +98,7 @@ def _is_no_op(node: fx.Node) -> bool:
         return False
     if node.target is aten.contiguous.default and not before.is_contiguous():
         return False
-    # Tracing, not the model, chose a meta device.
+    # Meta devices come from tracing, not from models.
     return bool(before.dtype == after.dtype and (before.device == after.device or after.device.type == "meta"))
 
 

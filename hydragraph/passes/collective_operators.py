@@ -104,6 +104,6 @@ SENT = {
     "head_loss": 0,
     "head_token_losses": 0,
 }
-STARTS = {name: f"start_{name}" for name in ("all_reduce", SUMMED, "all_gather", "reduce_scatter")}  # overlapped
+STARTS = {name: f"start_{name}" for name in ("all_reduce", SUMMED, "all_gather", "reduce_scatter")}  # can overlap
 RESULT = "result"  # waits for a started collective
 IDENTITY = torch.ops.hydragraph.tp_enter.default

@@ -67,7 +67,7 @@ def _differentiate(spec: VariantSpec, graphs: ShardedTemplate) -> Graphs:
 
 
 def _accumulate(spec: VariantSpec, graphs: Variant) -> Graphs:
-    """Fuse each weight gradient's matrix product with its addition to the gradient sum."""
+    """Fuse the matrix product that computes a weight gradient with the addition to the gradient sum."""
     return accumulate(graphs)
 
 

@@ -31,7 +31,7 @@ _KEEPS = VIEWS | MOVES | {aten.select.int, aten.clone.default, aten.contiguous.d
 
 
 def scoring_program(program: Program, entropy: bool = False) -> Program:
-    """Return a program whose last block returns log-probabilities [1, T, 1], or also entropies [1, T, 2].
+    """Return a program whose last block returns log-probabilities [1, T, 1], or with entropies [1, T, 2].
 
     Raises:
         Unsupported: the loss does not compute exactly one cross-entropy with the batch's labels.

@@ -258,7 +258,7 @@ class _Rewrite:
         if node.target is causal_convolution and cut is not None:
             self._check_taps(node, cut)
         copied = self._copy(node)
-        # The graph needs the token count of all ranks.
+        # The graph needs the total token count of all ranks.
         if node.target is aten.sym_size.int and self.parts.get(operands(node)[0]) == operands(node)[1]:
             return self.call(operator.mul, copied, self.part.tp)
         return copied
@@ -295,7 +295,7 @@ class _Rewrite:
             reduced = self._convert(tp_ops.tp_scatter, value, self.parts[node])
         else:
             reduced = self._convert(tp_ops.tp_sum, value)
-        # Before the sum, the bias would count once per rank.
+        # A bias added before the sum would count once per rank.
         parts = product(value)
         if parts is not None and parts.bias is not None:
             return self.call(aten.add.Tensor, reduced, self._operand(parts.bias, node))

@@ -249,7 +249,7 @@ def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computati
 
 
 def _length(stage: PlacedStage, work: Work) -> Fraction:
-    """Return the time of a forward or of a backward, which takes twice as long."""
+    """Return the assumed time of a forward or of a backward, which takes twice as long as a forward."""
     return Fraction(1 if work is Work.FORWARD else 2, 3 * len(stage.micro_batches) * len(stage.blocks))
 
 

@@ -33,7 +33,7 @@ class Cut:
         scale: elements of the lead per entry of this value's dimension (1 for columns, D for heads), a fraction
             after attention whose value heads and query heads differ in size.
         start: first of the lead's elements that this value covers.
-        length: number of elements.
+        length: number of the lead's elements that this value covers.
         lead: the origin that `scale`, `start` and `length` refer to.
         origins: all origins of the value, sharded alike.
         outer: sizes that a view merged into the dimension, such as (T,) for [T, 4, 16] as [T * 4, 16].
@@ -104,7 +104,7 @@ class Cuts:
             origin.unit = math.lcm(origin.unit, own)
 
     def bound(self, cut: Cut, at: int) -> bool:
-        """Start a segment at the lead's element `at`, and return whether `parts` has all origins."""
+        """Start a segment at the lead's element `at`, or return False if an origin is not in `parts`."""
         parts = cut.parts or {(cut.lead, 0)}
         if not cut.origins <= {origin for origin, _ in parts}:
             return False

@@ -133,7 +133,7 @@ class Variants:
         return self._backend == "eager"
 
     def lacks(self, strategies: Iterable[Strategy]) -> bool:
-        """Return whether this process must still compile a variant of these strategies."""
+        """Return whether this process must still compile a variant for the given strategies."""
         return any(
             self._key(self.spec(block, part)) not in _shared
             for strategy in strategies
@@ -171,7 +171,7 @@ class Variants:
         self.strategies.update(others.strategies)
 
     def compile(self, strategies: Iterable[Strategy]) -> None:
-        """Compile all variants that ranks run under these strategies."""
+        """Compile all variants that ranks run under the given strategies."""
         for strategy in strategies:
             self.strategies.add(strategy)
             for block, part in self._parts(strategy):

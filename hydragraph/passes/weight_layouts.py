@@ -61,7 +61,7 @@ def bucket_kinds(program: Program, bucket: Bucket, part: StagePart, kinds_of: Ki
     """
     if not bucket.learns:
         return {p.name: GradientKind.REPLICA for p in bucket.parameters}
-    # Blocks' gradients of a tied weight are summed, so their kinds must be equal.
+    # All blocks' gradients of a tied weight are summed, so the gradients must have equal kinds.
     kind_of: dict[str, GradientKind] = {}
     for block in (b for b in program.blocks if b.name in bucket.blocks):
         template = program.templates[block.template]

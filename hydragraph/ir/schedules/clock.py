@@ -19,8 +19,8 @@ Ranks that run their tasks in clock order cannot deadlock, because the inputs of
 micro-batches take the same time between two stages, so they arrive in order.
 
 With interleaved stages, a micro-batch passes through G groups of devices in each of C rounds. Micro-batches enter in
-sets of G, and a set finishes a round before the next round. A micro-batch reaches the next stage after a full period.
-F0:1 is the forward of micro-batch 0 in the second round:
+sets of G, and a set finishes a round before it starts the next. A micro-batch reaches the next stage after a full
+period. F0:1 is the forward of micro-batch 0 in the second round:
 
     row 0    F0        F1        F0:1      F1:1      F2   B0:1 F3   B1:1 F2:1 ...
     row 1              F0        F1        F0:1 B0:1 F1:1 B1:1 F2   B0   F3 ...

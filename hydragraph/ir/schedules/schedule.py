@@ -1,7 +1,7 @@
 """Schedule: the order in which each stage of one or more pipelines runs its forwards and backwards.
 
 The printed form is a grid with a row per stage and a column per unit of time, as if every action took one unit. F is a
-forward and B a backward; I and W are the two halves of a backward, which compute the input gradient and the weight
+forward, and B a backward. I and W are the two halves of a backward, which compute the input gradient and the weight
 gradients. `F1.4` is the forward of micro-batch 4 in pipeline 1, and `F4` in pipeline 0.
 
     schedule example
@@ -34,7 +34,7 @@ _CELL = re.compile(r"([FBIW])(?:(\d+)\.)?(\d+)(?::(\d+))?")
 
 
 class Work(Enum):
-    """Kind of an action; the value is its letter in a grid."""
+    """Kind of an action; the value is a letter in printed schedules."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -76,7 +76,7 @@ class ScheduleShape:
     Attributes:
         counts: micro-batches of each pipeline, at least 1.
         stages: row of each stage, by pipeline; stages on the same devices have the same row. Rows ascend along a
-            pipeline, except where it returns to earlier devices.
+            pipeline, except where the pipeline returns to earlier devices.
     """
 
     counts: tuple[int, ...]

@@ -52,12 +52,12 @@ def most_in_flight(kind: str, stages: int) -> tuple[int | None, ...]:
 
 
 def in_flight(kind: str, stages: int, count: int) -> tuple[int, ...]:
-    """Return the largest number in flight on each stage of a pipeline with `count` micro-batches."""
+    """Return the largest number of micro-batches in flight on each stage of a pipeline with `count` micro-batches."""
     return tuple(count if most is None else min(most, count) for most in most_in_flight(kind, stages))
 
 
 def table_of(kind: str, rows: int | tuple[int, ...], count: int) -> ScheduleTable:
-    """Return a table of at least `count` micro-batches.
+    """Return a table for at least `count` micro-batches.
 
     Args:
         rows: row of each stage, or the number of stages.
