@@ -169,15 +169,13 @@ def compile(
             model gets its weights from `load` or, at the first step, from its initializer (seeded by `manual_seed`).
         strategy: a Strategy, its text ("<tp2,pp1> + <tp1,pp1>"), a list to choose from at each step, or "auto" to plan.
         optimizer: function that makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order, or
-            None for no training. `Executable.move` calls this function again. Each tensor is a parameter's shard, or
-            empty; do not edit its `.data`.
+            None for no training. Each tensor is a parameter's shard, or empty; do not edit its `.data`.
         max_grad_norm: global norm to which gradients are clipped, or None.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: this rank's device; by default a GPU if available.
         loss: function that maps the model's outputs and the packed batch to the loss, summed over targets.
         profile: measured `Profile`, `Costs`, or a `Cluster` with datasheets. If None, strategy "auto" measures costs.
-        lengths: sequence lengths of sample mini-batches, for planning.
-        policy: settings for planning iterations.
+        lengths, policy: sequence lengths of sample mini-batches, and settings, for planning.
         backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.
         program: result of `capture` for an equal model; it replaces `example` and, by default, `loss`.
         example, blocks, check: see `capture`; each strategy is also checked before its first step.
@@ -185,11 +183,9 @@ def compile(
         home: each rank's share of the state, as a `Home` or text ("3,1 copies=2", "equal", "stages"); default: "auto".
         compiled: folder written by `hydragraph compile`; missing graphs are compiled.
         trust: whether to load Inductor code from the `compiled` folder; this code runs with your permissions.
-        joining: whether this rank joins running ranks later (`Executable.move`). Pass the same arguments as other
-            ranks, but a meta model.
+        joining: whether this rank joins running ranks later (`Executable.move`); its model must be a meta model.
         deterministic: whether results are bitwise equal for all strategies, ranks and homes (docs/deterministic.md).
-        window: maximum bytes of fp32 weights, and of fp32 gradients, in flight; by default twice the largest block's
-            size, or once this size if stages are streamed.
+        window: maximum bytes of fp32 weights, and of fp32 gradients, in flight; default: twice the largest block.
         push_dtype: dtype in which gradients are sent to their owners, which sum them in fp32.
         seed: dropout seed, the same on every rank; dropout masks do not depend on the strategy.
 
