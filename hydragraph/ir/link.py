@@ -2,7 +2,7 @@
 
 Ranks of the *source* layout send, and ranks of the *target* layout receive. The ends of the source's intervals divide
 the elements into *cells*. A rank stores all elements of a cell or none. Target intervals are also cut where cells end.
-Each piece gets a sender (as in Hydraulis, section 5.2, but for uneven shards).
+Each piece of a target interval gets a sender (as in Hydraulis, section 5.2, but for uneven shards).
 
 Symbols, with the lengths of arrays:
 
@@ -240,7 +240,7 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
             f"link: elements [{lo[i] % size}, {(hi[i] - 1) % size + 1}), which rank {target.rank[row[i]]} needs, are"
             " missing from the source layout: add a rank that has them, use two home copies, or load a checkpoint"
         )
-    # Turns do not depend on slices' indices, so every rank makes the same choice.
+    # Turns do not depend on slices' indices, so every rank chooses the same senders.
     turn = turns[row] + cell
 
     piece, place = _ragged(holders)
@@ -289,4 +289,4 @@ def _slices(pairs: _Pairs, kept: Bools, rank: int | None) -> Slices:
     opens = np.ones(len(chosen), bool)
     opens[1:] = (np.diff(chosen.src) != 0) | (np.diff(chosen.dst) != 0) | (chosen.lo[1:] != chosen.hi[:-1])
     opens[1:] |= (np.diff(chosen.src_at - chosen.lo) != 0) | (np.diff(chosen.dst_at - chosen.lo) != 0)
-    return replace(chosen.where(opens), hi=chosen.hi[np.roll(opens, -1)])  # the end of each run's last slice
+    return replace(chosen.where(opens), hi=chosen.hi[np.roll(opens, -1)])  # the end of each merged slice

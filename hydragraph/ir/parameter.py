@@ -1,7 +1,7 @@
 """Parameters, their sharding rules, and an order of elements in which shards are intervals.
 
 A parameter's *canonical order* is the order of its elements after its sharded dimension is moved to the front. In
-canonical order, a shard consists of one interval per fused segment (such as q, k and v), for any parallel degree.
+canonical order, any tensor-parallel shard consists of one interval per fused segment (such as q, k and v).
 
 Example: w [3, 4] fuses two segments of 2 columns each. With two ranks:
 
@@ -146,7 +146,7 @@ class Parameter:
         return (*self.shape[: self.rule.dim], length, *self.shape[self.rule.dim + 1 :])
 
     def canonical(self, tensor: Tensor) -> Tensor:
-        """Flatten a tensor or shard in canonical order; copy it only if necessary."""
+        """Flatten a tensor or shard in canonical order, with a copy only if necessary."""
         return (tensor.movedim(self.rule.dim, 0) if self.rule else tensor).reshape(-1)
 
     def natural(self, flat: Tensor, tp: int = 1, index: int = 0) -> Tensor:

@@ -48,7 +48,7 @@ class Template:
     @cached_property
     def content(self) -> Hashable:
         """Identity of the template: the graph's digest, the placeholders' names, and the traced sizes."""
-        # A trace may depend on sizes that do not occur in its text.
+        # Traces may depend on sizes that do not occur in their texts.
         sizes: list[Any] = [size for value in _given(self.graph) for size in value.shape]
         traced = [hint_of(size) for size in sizes if isinstance(size, torch.SymInt)]
         return graph_digest(self.graph), self.parameters, self.buffers, self.inputs, tuple(traced)
@@ -93,7 +93,7 @@ class Program:
         causal: whether labels are the next tokens. Otherwise, sequences must provide labels.
         blocks: from "embed" to "head".
         aux: block that computes positions, rotary tables and other parameter-free values on every stage.
-        buckets: in block order; parameters that no block uses come last.
+        buckets: in block order, with parameters that no block uses last.
         heads: numbers of query heads.
         unplaced: token id that gets position -1, such as RoBERTa's padding id.
         positions: maximum number of tokens in a sequence, and the name of the config setting that limits it.

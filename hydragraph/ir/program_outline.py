@@ -33,7 +33,7 @@ class Outline:
 
     Attributes:
         blocks: "embed", one block per layer ("layer.0", ...), "head".
-        buckets: (bucket, blocks that use it) pairs.
+        buckets: pairs (bucket, blocks that use it).
         elements: number of elements in each bucket (empty: 1 per bucket).
         window: maximum number of elements in flight, for pulls and for pushes (None: see `awaited`).
 
@@ -83,7 +83,7 @@ class Outline:
 
     @cached_property
     def index(self) -> Mapping[str, int]:
-        """Position k of each block; the output of the block is `h{k}`."""
+        """Position k of each block, whose output is `h{k}`."""
         return {block: k for k, block in enumerate(self.blocks)}
 
     @cached_property
@@ -136,7 +136,7 @@ class Outline:
 
     @cached_property
     def lowest(self) -> int:
-        """Position of the first trainable block; the number of blocks if no block is trainable."""
+        """Position of the first trainable block, or the number of blocks if no block is trainable."""
         return next((k for k, block in enumerate(self.blocks) if self.gradients[block]), len(self.blocks))
 
     def span(self, first_layer: int, last_layer: int) -> tuple[int, int]:

@@ -119,7 +119,7 @@ def _parse_count(text: str) -> range:
 
 
 def parse(text: str) -> RankProgram:
-    """Parse the output of `to_text`, without comments."""
+    """Parse the output of `to_text`, and ignore comments."""
     program: RankProgram | None = None
     instructions: list[Instruction] = []
     number = 0

@@ -91,7 +91,7 @@ class SharedPrograms(Sequence[RankProgram]):
 
 
 def numbered(instructions: Sequence[Instruction]) -> tuple[Body, Peers]:
-    """Return instructions with peers numbered by first occurrence, and the peers by number."""
+    """Return instructions with peers numbered by first occurrence, and the peers in the order of numbers."""
     at = _naming(instructions)
     number: dict[int, int] = {}
     for i in at:

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 varlen = torch.ops.hydragraph.varlen_attention.default
 attention_dropout = torch.ops.hydragraph.attention_dropout.default
 dropout = torch.ops.hydragraph.dropout.default
-# Operators that mix tokens of one sequence, and whose first seven arguments are alike.
+# Operators that mix tokens of one sequence, and share the meaning of their first seven arguments.
 ATTENDING = frozenset({varlen, attention_dropout})
 delta_rule = torch.ops.hydragraph.gated_delta_rule.default
 causal_convolution = torch.ops.hydragraph.causal_convolution.default
@@ -47,7 +47,7 @@ class Product(NamedTuple):
         weight: 2-D, or for experts [experts, in, out] or [experts, out, in].
         inner: the weight's input dimension.
         outer: the weight's output dimension.
-        given: the actual operand: the weight or the weight's transpose.
+        given: the node that the product reads: the weight or the weight's transpose.
     """
 
     x: fx.Node

@@ -2,8 +2,8 @@
 
 Traces of two tensor-parallel degrees differ only in sizes. Therefore, a template is traced once with local sizes
 ("shares") that are multiples of a large prime P. Replacing P by 1 / degree in the trace yields each degree's graph. For
-example, 32 heads are 32 P in the trace, and 16 heads for degree 2. Under sequence parallelism, the degree itself also
-appears, because all ranks together have degree times as many tokens as one rank. A second prime Q represents the degree
+example, 32 heads are 32 P in the trace, and 16 heads for degree 2. Under sequence parallelism, graphs also contain the
+degree, because all ranks together have degree times as many tokens as one rank. A second prime Q represents the degree
 in the trace.
 
 The model's own numbers are smaller than P and Q, so sums and products reveal multiples of P and Q (Kronecker's
@@ -126,7 +126,7 @@ def _wide_trace(
     learning: frozenset[str],
     fused_head: bool,
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """Return the forward and joint graphs for all degrees as data, or None if there are none."""
+    """Return the forward and joint graphs for all degrees as data, or None on failure."""
     wide = {name: _widened(parameter) for name, parameter in parameters}
     spec = VariantSpec(template, wide, part, dtype, learning, fused_head=fused_head)
     try:
@@ -243,7 +243,7 @@ def _traced(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule
 def _spec(
     node: fx.Node, hints: dict[str, int], ranks: int, in_part: bool = False, differentiable: bool = False
 ) -> TensorSpec:
-    """Return a value's spec.
+    """Return a value's `TensorSpec`.
 
     Args:
         in_part: whether sequence parallelism shards the value by tokens.

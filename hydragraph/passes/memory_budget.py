@@ -23,7 +23,7 @@ _PRODUCTS = {  # operator -> index of the operand whose last dimension is summed
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.baddbmm.default: 1,
 }
-_LOCAL = frozenset(  # cheap, local, deterministic
+_LOCAL = frozenset(  # operators that may run again
     {torch.ops.hydragraph.dropout.default, torch.ops.hydragraph.tp_enter.default, torch.ops.hydragraph.tp_split.default}
 )
 # Matrix-product operations that take as long as moving one element, on a GPU with 3e14 operations/s and 2e12 bytes/s.

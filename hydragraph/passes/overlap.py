@@ -19,7 +19,7 @@ from hydragraph.passes.stream import exchanges
 
 
 def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
-    """Add pulls, pushes, the commit and the update, post receives early, and add waits.
+    """Add pulls, pushes, the commit and the update, post receives early, and make instructions wait for inputs.
 
     Pulls come first, in block order. Pushes of trainable buckets follow in reverse order. Messages in flight are freed
     before the commit.

@@ -44,7 +44,7 @@ def rank_programs(
 def shared_programs(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode = "train", *, ranks: int
 ) -> SharedPrograms:
-    """Build the programs of all ranks, in which ranks that differ only in peers share instructions."""
+    """Build the programs of all ranks, with shared instructions for ranks that differ only in their peers."""
     placement = _placed(outline, strategy, micro_batches, mode, ranks)
     name = str(strategy)
     return SharedPrograms.gather(_each_rank(placement, name, mode, ranks))

@@ -3,7 +3,7 @@
 A trace sees one example, but the traced graph must be valid for every batch. Each of three proofs covers cases that the
 other two miss:
 
-1. The trace records its assumptions about sizes. There must be none.
+1. The trace, which records assumptions about sizes, must not contain any assumption.
 2. The graph runs again on the meta device with other sizes. Each value must have the shape that symbolic sizes predict.
 3. The example's sizes are primes that divide no dimension of the graph. If a number is a multiple of a prime, or the
    inverse or root of a multiple, the number comes from the example (`SizeFromExample`) or matches by chance, so the

@@ -1,7 +1,8 @@
 """Search for the values that sequence parallelism shards by tokens.
 
-Between tensor-parallel regions, every rank has only its own tokens. Each region starts with an all-gather and ends with
-a reduce-scatter (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4.2).
+Between tensor-parallel regions, every rank has only its own tokens. A tensor-parallel region starts with an all-gather
+and ends with a reduce-scatter (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+section 4.2).
 """
 
 from __future__ import annotations

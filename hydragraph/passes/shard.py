@@ -392,7 +392,7 @@ class _Rewrite:
     def local_size(self, cut: Cut) -> int:
         """Return the size of a value's sharded dimension on this rank.
 
-        A fused weight [3 * 64, 64] has segments of (4, 4, 4) units of 16 elements. Rank 0 of 2 has 2 units of each
+        A fused weight [3 * 64, 64] has three segments of 4 units of 16 elements. Rank 0 of 2 has 2 units of each
         segment: 32 elements, or 2 heads (`scale` 16).
         """
         if cut.pieces:

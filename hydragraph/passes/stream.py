@@ -1,12 +1,13 @@
 """Stream: pull weights just before a stage uses them, and push gradients as soon as a backward has computed them.
 
-A streaming stage pulls a bucket one block before each block that uses the bucket. Consecutive users share a pull.
+A streaming stage pulls a bucket one block before each block that uses the bucket. Consecutive users of a bucket share a
+pull.
 
 Every rank enters every exchange (pull or push), so all ranks need the same order of exchanges. A timeline of the
 iteration, in which all pipelines take equally long, assigns a time to every computation. A pull has the time of the
 computation that precedes the use of the weights. A push has the time of the computation that made the gradients. Each
-rank enters pulls before its computations of equal time, and pushes after these computations. Therefore, a rank waits
-only for earlier events and cannot deadlock. Stages that need a bucket simultaneously share one exchange.
+rank enters pulls before, and pushes after, its computations of equal time. Therefore, a rank waits only for earlier
+events and cannot deadlock. Stages that need a bucket simultaneously share one exchange.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Cut:
         lead: the origin that `scale`, `start` and `length` refer to.
         origins: all origins of the value, sharded alike.
         outer: sizes that a view merged into the dimension, such as (T,) for [T, 4, 16] as [T * 4, 16].
-        pieces: cuts of the values concatenated along the dimension.
+        pieces: cuts of values concatenated along the sharded dimension.
         parts: pairs (origin, k): element i of the lead corresponds to element i + k of the origin.
     """
 
@@ -68,7 +68,7 @@ class Origin:
 
     Attributes:
         bounds: first element of every segment except the first.
-        head: elements per head, or 0.
+        head: elements per head, or 0 if units are not heads.
     """
 
     unit: int = 1
