@@ -269,7 +269,7 @@ class Executable(Membership):
 
         The dict includes tied aliases and persistent buffers, but no extra state. Parameters are fp32 master weights.
         """
-        self._holding.begin()
+        self._transition.begin()
         return state_dict(self._compiled, self._session)
 
     @typed("to")
@@ -300,7 +300,7 @@ class Executable(Membership):
             raise ValueError(f"weights: to={tuple(to)} must list different ranks from 0 to {self.ranks - 1}")
         self.groups.same_everywhere("call weights(dtype, to)", f"{dtype} {sorted(to)}")
         weights = PublishedWeights(self._compiled, self._session, dtype)
-        self._holding.begin()
+        self._transition.begin()
         pieces = self._weights(weights, to)
         next(pieces)  # `finally` runs only if the generator has begun
         if self.rank not in to:
@@ -334,9 +334,9 @@ class Executable(Membership):
     @collective("adapter_off")
     def _switchable(self) -> list[Tensor]:
         names = switchable_parameters(None if self._compiled.shell is None else self._compiled.shell.model)
-        self._holding.begin()
-        if self._holding.handover is not None:
-            self._holding.handover.settle()
+        self._transition.begin()
+        if self._transition.reshard is not None:
+            self._transition.reshard.settle()
         return [self.home.parameters[name] for name in names]
 
     @collective("save_pretrained")
@@ -351,7 +351,7 @@ class Executable(Membership):
         Raises:
             Unsupported: the model is not a transformers model, or has no adapters to merge.
         """
-        self._holding.begin()
+        self._transition.begin()
         shell = check_shell(self._compiled.shell, merged)
         state = state_dict(self._compiled, self._session, shell.keys(merged))
 
@@ -372,7 +372,7 @@ class Executable(Membership):
                 memory. The next `save`, `load`, `wait_saved` or `close`, and the end of the process, wait for the
                 write. If the write fails, the first of these calls or the next step raises the error on every rank.
         """
-        self._holding.begin()
+        self._transition.begin()
         changed = self._compiled.state.changed_weights()
         if changed:
             _LOG.warning("save: %s; the checkpoint contains the trained state, but not this change", changed)
@@ -396,7 +396,7 @@ class Executable(Membership):
         Returns:
             Errors of earlier writes, whose checkpoints are incomplete; the same on all ranks.
         """
-        self._holding.begin()
+        self._transition.begin()
         return keep(self._session, pieces, extra or {}, persistent_buffers(self._compiled, self._session))
 
     @collective("wait_saved")
@@ -415,7 +415,7 @@ class Executable(Membership):
         self._session.saver.wait()
         self._stop_handover()
         brought = read(self._session, path, persistent_buffers(self._compiled, self._session))
-        self._holding.loaded()
+        self._transition.loaded()
         self._take_buffers(brought)
         return dict(brought.extra)
 
@@ -436,12 +436,12 @@ class Executable(Membership):
         shell = self._compiled.shell
         names = pretrained.TensorNames.of(None if shell is None else shell.model, self._compiled.tensors)
         pretrained.load(Path(path), self.home, self._session.buffers, names, self.groups)
-        self._holding.loaded()
+        self._transition.loaded()
 
     def close(self) -> None:
         """Wait for running saves and close the communicators; all ranks must call this, even after a failure."""
         self._closed = True
-        if self._holding.held is None:
+        if self._transition.held is None:
             return
         try:
             self._chooser.close()

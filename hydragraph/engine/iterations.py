@@ -46,7 +46,7 @@ class IterationRunner(CollectiveCalls):
     def __init__(self, compiled: CompiledModel, holding: StateTransition, world: World) -> None:
         super().__init__(world.watch)
         self._compiled = compiled
-        self._holding = holding
+        self._transition = holding
         self.strategies: tuple[Strategy, ...] = ()
         self.spans: list[TraceEvent] | None = None
         self.watched = False
@@ -60,7 +60,7 @@ class IterationRunner(CollectiveCalls):
 
     def _admit(self, what: str) -> None:
         super()._admit(what)
-        held = self._holding.held
+        held = self._transition.held
         if held is not None and held.log.progress.torn and what not in (*ENDS, "load", "move", "wait_saved"):
             raise ValueError(f"{what}: an update was interrupted halfway; call load or move")
 
@@ -72,7 +72,7 @@ class IterationRunner(CollectiveCalls):
 
     @property
     def _session(self) -> Session:
-        return self._holding.session
+        return self._transition.session
 
     @property
     def _chooser(self) -> StrategySelector:
@@ -117,7 +117,7 @@ class IterationRunner(CollectiveCalls):
 
     def _run(self, inputs: Inputs, purpose: Purpose) -> tuple[MiniBatch, AssignedBatch, IterationOutcome, float]:
         """Run one iteration; errors that all ranks raise together do not count as rank failures."""
-        self._holding.begin()
+        self._transition.begin()
         trains = purpose == "train"
         log.at_step(self.steps + trains)
         began = time.perf_counter()
@@ -135,14 +135,14 @@ class IterationRunner(CollectiveCalls):
             preparing_s = time.perf_counter() - assigned
             session = self._session
             session.executor.probe = self._probe if trains and self._probes() else None
-            session.executor.beside = self._holding.handover if trains else None
+            session.executor.beside = self._transition.reshard if trains else None
             spans = self.spans if trains else None
             says = functools.partial(self._says, coming, purpose, refused)
             try:
                 outcome = session.execute(work, purpose, batch, inputs.divide_by, self._update, spans, says)
             finally:
                 session.executor.beside = None
-            self._holding.go_over()  # switch owners even without an update
+            self._transition.go_over()  # switch owners even without an update
             if not outcome.alike:
                 raise_together(self._session.groups, refused, refused)
                 self._refuse_other_settings(purpose)
@@ -153,7 +153,7 @@ class IterationRunner(CollectiveCalls):
         return batch, work, outcome, preparing_s
 
     def _update(self, norm: float) -> None:
-        self._holding.go_over()
+        self._transition.go_over()
         self._session.update(norm)
 
     def _agree(self, inputs: Inputs, purpose: Purpose) -> tuple[MiniBatch, Strategy | None]:

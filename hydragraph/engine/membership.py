@@ -101,7 +101,7 @@ class Membership(IterationRunner):
         self.planning = replace(self.planning, profile=compiled.priced(profile))
         chosen = home_among(world, self.program, home, strategies, self.planning)
         inputs = (compiled, world, chosen, self._optimizer, compiled.identity(strategies))
-        self._holding.held = Session.begin(*inputs, fill=functools.partial(compiled.fill, model))
+        self._transition.held = Session.begin(*inputs, fill=functools.partial(compiled.fill, model))
         self._choose()
 
     def _first_strategies(self, world: World) -> tuple[Strategy, ...]:
@@ -168,9 +168,9 @@ class Membership(IterationRunner):
         This call waits only for a save that is being written and, during a handover, for the other ranks. Call `leave`
         before destroying the process group.
         """
-        if self._holding.held is not None:
+        if self._transition.held is not None:
             try:
-                self._holding.held.saver.close()
+                self._transition.held.saver.close()
             except Exception as error:
                 _LOG.warning("a save was not completed: %s", error)
             try:
@@ -178,10 +178,10 @@ class Membership(IterationRunner):
                     self._stop_handover()
             except RankFailure as failure:
                 _LOG.info("the handover of state during training did not complete: %s", failure)
-        for groups in self._holding.groups:
+        for groups in self._transition.groups:
             groups.close()
-        if self._holding.held is not None:
-            self._holding.held.executor.drop_buffers()
+        if self._transition.held is not None:
+            self._transition.held.executor.drop_buffers()
 
     @typed("world", "before")
     def move(
@@ -217,7 +217,7 @@ class Membership(IterationRunner):
         began = time.perf_counter()
         requested_home = home_of(home)
         home = self.wanted_home if requested_home is None else requested_home
-        holding = self._holding
+        holding = self._transition
         self._next = self._promised = None
         stays = holding.held is not None and world is holding.held.world and not world.watch.broken
         stays = stays and list(before) == list(range(world.ranks))
@@ -266,23 +266,23 @@ class Membership(IterationRunner):
         Raises:
             ValueError: the home does not fit, or another handover is in progress; raised on all ranks.
         """
-        if self._holding.handover is not None:
-            on_its_way = self._holding.handover.arriving.owners.home
+        if self._transition.reshard is not None:
+            on_its_way = self._transition.reshard.arriving.owners.home
             raise agreed(ValueError(f"rehome: state is still moving to {on_its_way}: train a step first"))
-        self._holding.begin()
+        self._transition.begin()
         ending = self._session
         requested_home = home_of(home) or self.wanted_home
         chosen = home_among(ending.world, self.program, requested_home, self.strategies, self.planning)
         log = ProgressLog(ending.log.progress)
         arriving = Session.begin(self._compiled, ending.world, chosen, self._optimizer, {}, log=log, ending=ending)
-        self._holding.hand_over(arriving)
+        self._transition.hand_over(arriving)
 
     def _take_buffers(self, brought: LoadedSession) -> None:
         for name, buffer in brought.buffers.items():
             self._compiled.buffers[name].copy_(buffer)
 
     def _stop_handover(self) -> None:
-        self._holding.stop_handover(self._watch.broken)
+        self._transition.stop_handover(self._watch.broken)
 
     def _calling(self, what: str) -> AbstractContextManager[object]:
         return nullcontext() if self._watch.broken else self._watch.calling(what)

@@ -304,8 +304,8 @@ def strategies_for(
 
     def planned() -> tuple[Strategy, ...]:
         if past is not None and isinstance(profile, Costs) and lengths:
-            eras = next((history for history in world.gather(past.eras) if history), ())
-            ran = replace(past, eras=eras).among(seats)
+            periods = next((history for history in world.gather(past.periods) if history), ())
+            ran = replace(past, periods=periods).among(seats)
             if (immediate_strategy := at_once_among(world, exe.program, profile, lengths, ran)) is not None:
                 return (immediate_strategy,)
         how = (exe.program, world.ranks, replace(exe.planning, profile=profile), home, (), exe.may_stream)

@@ -28,7 +28,7 @@ class StateTransition:
     def __init__(self, start: Callable[[], Iterable[Mapping[str, Tensor]]] | None) -> None:
         """Start without a session; call `start` for initial weights unless weights are loaded first."""
         self.held: Session | None = None
-        self.handover: LiveReshard | None = None
+        self.reshard: LiveReshard | None = None
         self.generation = 0
         self._start = start
         self._arriving: Session | None = None
@@ -100,22 +100,22 @@ class StateTransition:
 
     def hand_over(self, arriving: Session) -> None:
         """Start moving state to another session during the next step; all ranks call this."""
-        self.handover = LiveReshard.begin(self.session, arriving)
+        self.reshard = LiveReshard.begin(self.session, arriving)
         self.expect(arriving)
 
     def go_over(self) -> None:
-        if self.handover is not None and self.handover.whole:
-            self.handover = None
+        if self.reshard is not None and self.reshard.whole:
+            self.reshard = None
             self.take()
 
     def stop_handover(self, broken: bool) -> None:
         """Stop a handover; wait for its transfers in flight unless communication is broken."""
-        handover, self.handover = self.handover, None
-        if handover is None:
+        reshard, self.reshard = self.reshard, None
+        if reshard is None:
             return
-        self._whole = handover.whole
+        self._whole = reshard.whole
         if not broken:
-            handover.settle()
+            reshard.settle()
 
 
 def _held(session: Session, generation: int) -> HeldState:

@@ -57,6 +57,6 @@ class AgreedStep:
 
     @property
     def agreed(self) -> tuple[StepCall, RanksCompared]:
-        assert self.call is not None, "ranks agree on a promise only after its arguments are checked"
-        assert self.ranks is not None, "ranks agree on a promise only at a commit"
+        assert self.call is not None, "ranks agree on a promised step only after its arguments are checked"
+        assert self.ranks is not None, "ranks agree on a promised step only when the step before it commits"
         return self.call, self.ranks

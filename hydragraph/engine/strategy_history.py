@@ -27,7 +27,7 @@ class StrategyHistory:
     """
 
     seats: tuple[int, ...] | None = None
-    eras: tuple[TrainingPeriod, ...] = ()
+    periods: tuple[TrainingPeriod, ...] = ()
 
     def ended(self, strategies: Sequence[Strategy], ranks: int) -> StrategyHistory:
         """Return the history extended by the current ranks, which trained with `strategies` (most recent first)."""
@@ -35,10 +35,10 @@ class StrategyHistory:
             return self
         seats = tuple(range(ranks)) if self.seats is None else self.seats
         here = frozenset(seats)
-        same = (strategy for era in self.eras if era.seats == here for strategy in era.strategies)
+        same = (strategy for period in self.periods if period.seats == here for strategy in period.strategies)
         ran = dict.fromkeys((*(s.renumbered(dict(enumerate(seats))) for s in strategies), *same))
-        earlier = (era for era in self.eras if era.seats != here)
-        return replace(self, eras=(TrainingPeriod(here, tuple(ran)[:KEPT]), *earlier)[:KEPT])
+        earlier = (period for period in self.periods if period.seats != here)
+        return replace(self, periods=(TrainingPeriod(here, tuple(ran)[:KEPT]), *earlier)[:KEPT])
 
     def among(self, seats: Sequence[int]) -> tuple[Strategy, ...]:
         """Return earlier strategies with ranks numbered by position in `seats`; other seats get higher numbers.
@@ -46,8 +46,8 @@ class StrategyHistory:
         Strategies that ran on exactly these seats come first. The order is otherwise most recent first.
         """
         number = {seat: rank for rank, seat in enumerate(seats)}
-        for era in self.eras:
-            for seat in sorted(era.seats):
+        for period in self.periods:
+            for seat in sorted(period.seats):
                 number.setdefault(seat, len(number))
-        ordered = sorted(self.eras, key=lambda era: era.seats != set(seats))
-        return tuple(dict.fromkeys(s.renumbered(number) for era in ordered for s in era.strategies))
+        ordered = sorted(self.periods, key=lambda period: period.seats != set(seats))
+        return tuple(dict.fromkeys(s.renumbered(number) for period in ordered for s in period.strategies))

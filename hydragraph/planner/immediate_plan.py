@@ -106,11 +106,11 @@ def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[
     slow = [p for p in first.pipelines if any(rate(rank) > SLOW for rank in p.devices)]
     if not slow:
         return every
-    yard = DeviceMoves(costs, workload, workload.longest, SAFETY)
+    device_moves = DeviceMoves(costs, workload, workload.longest, SAFETY)
     number = len(first.pipelines)
     for most in (SLOW, math.inf, 0.0):
         kept = [[r for r in p.devices if rate(r) <= most and math.isfinite(rate(r))] for p in slow]
-        anew = [yard.laid_anew(p, devices, number) for p, devices in zip(slow, kept, strict=True)]
+        anew = [device_moves.laid_anew(p, devices, number) for p, devices in zip(slow, kept, strict=True)]
         pipelines = [*(p for p in first.pipelines if p not in slow), *(p for p in anew if p is not None)]
         if pipelines:
             every.append(replace(first, pipelines=tuple(sorted(pipelines, key=lambda p: min(p.devices)))))

@@ -196,7 +196,7 @@ class DeviceMoves:
 
 
 def climbed(
-    varied: MiniBatchPrices, yards: Sequence[DeviceMoves], start: Strategy, until: float | None, priced: int = PRICED
+    varied: MiniBatchPrices, sources: Sequence[DeviceMoves], start: Strategy, until: float | None, priced: int = PRICED
 ) -> Strategy:
     """Until a deadline, improve a strategy that fits all mini-batches."""
     now = start
@@ -206,8 +206,8 @@ def climbed(
     gained = True
     while gained:
         gained = False
-        moves = {move: None for yard in yards for move in yard.moves(now)}
-        order = sorted((yards[0].pace(move), i, move) for i, move in enumerate(moves))
+        moves = {move: None for device_moves in sources for move in device_moves.moves(now)}
+        order = sorted((sources[0].pace(move), i, move) for i, move in enumerate(moves))
         near = [move for least, _, move in order if least < best * REACH and move not in looked_at]
         while near and left > 0 and not gained:
             some = near[: min(left, AT_ONCE)]

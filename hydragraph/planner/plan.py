@@ -350,11 +350,11 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
     ask = partial(
         _looked_at, moved=moved and (lambda home: moved(home if listed else home.reordered(places))), exactly=exactly
     )
-    market = GroupPrices(ordered)
+    group_prices = GroupPrices(ordered)
     looked = Finalists()
     short: list[Shortage] = []
     for safety in SAFETIES:
-        looked = ask(ordered, asked, safety=safety, market=market)
+        looked = ask(ordered, asked, safety=safety, group_prices=group_prices)
         short += looked.short
         if any(math.isfinite(settled.seconds) for settled in looked.settled) or not looked.short:
             break
@@ -387,7 +387,7 @@ def _extended(costs: Costs, asked: _Question, looked: Finalists) -> Finalists:
 
 
 def _looked_at(
-    costs: Costs, asked: _Question, safety: float, market: GroupPrices, moved: Moved | None, exactly: Exactly
+    costs: Costs, asked: _Question, safety: float, group_prices: GroupPrices, moved: Moved | None, exactly: Exactly
 ) -> Finalists:
     """Select finalists from each search separately, so that "auto" is never worse than any one search."""
     workload, method, ways, until = asked.workload, asked.method, asked.ways, asked.until
@@ -395,7 +395,7 @@ def _looked_at(
     reaches = _reaches(workload)
     now = time.monotonic()
     ended = None if until is None else now + FINDING * (until - now)
-    ask = partial(search, costs, typical.sequences, typical.length, until=ended, market=market)
+    ask = partial(search, costs, typical.sequences, typical.length, until=ended, group_prices=group_prices)
     every: list[tuple[list[SearchCandidate], list[MetisPlan]]] = []
     for way in ways:
         candidates: list[SearchCandidate] = []
@@ -408,7 +408,7 @@ def _looked_at(
         every.append((candidates, []))
     if method in ("search", "metis") or (method == "auto" and until is None and costs.ranks <= FEW):
         every.append(([], _staged(costs, typical, method, until)))
-    plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, market, apart=until is not None)
+    plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, group_prices, apart=until is not None)
     if workload.lengths:
         return _varying(costs, asked, every, plain, safety)
     outcomes: dict[tuple[Strategy, Assignment], PricedPlan | Shortage] = {}
@@ -431,7 +431,7 @@ def _on_fewer(
         if is_late(until, took_s or part * whole_s) or least >= part * best:
             continue
         began = time.monotonic()
-        also = ask(some, market=GroupPrices(some))
+        also = ask(some, group_prices=GroupPrices(some))
         took_s = max(took_s, time.monotonic() - began)
         settled += also.settled
         passed += also.passed
@@ -501,9 +501,9 @@ def _varying(
         origins = {**search_origins, **origins}
     able = [s for s, outcome in outcomes.items() if isinstance(outcome, PricedPlan) and math.isfinite(outcome.seconds)]
     if asked.method == "auto" and able:
-        yards = [DeviceMoves(costs, workload, reach, safety) for reach in _reaches(workload)]
+        sources = [DeviceMoves(costs, workload, reach, safety) for reach in _reaches(workload)]
         for start in _starts(varied):
-            climbed(varied, yards, start, until)
+            climbed(varied, sources, start, until)
         better = {s: "auto" for s in sorted(varied.priced, key=varied.seconds) if s not in origins}
         settle_best(varied, better, until, outcomes)
     passed = [
@@ -521,10 +521,12 @@ def _starts(varied: MiniBatchPrices) -> list[Strategy]:
     return list(dict.fromkeys([*order[:1], *alike]))[:CLIMBS]
 
 
-def _simple(costs: Costs, workload: Workload, safety: float, market: GroupPrices, apart: bool) -> list[SymmetricPlan]:
+def _simple(
+    costs: Costs, workload: Workload, safety: float, group_prices: GroupPrices, apart: bool
+) -> list[SymmetricPlan]:
     typical = workload.typical
     sizes, _ = sizes_of(costs, typical.sequences, typical.length)
-    return simple(costs, typical.sequences, typical.length, sizes, _reaches(workload)[0], safety, market, apart)
+    return simple(costs, typical.sequences, typical.length, sizes, _reaches(workload)[0], safety, group_prices, apart)
 
 
 def _origins(

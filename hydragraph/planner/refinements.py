@@ -26,7 +26,7 @@ from hydragraph.spec.stage_kind import BUDGETS
 from hydragraph.spec.strategy import Strategy
 
 BUDGETED = 2
-# Maximum groups of stages; each group gets one budget.
+# Maximum number of groups of stages; each group gets one budget.
 GROUPS = 4
 # Number of plans to interleave, and the assumed minimum ratio of the times with and without interleaving.
 INTERLEAVED = 2

@@ -62,10 +62,10 @@ def sequence_of(
 
     Args:
         given: 1-D integer ids, or a mapping with input_ids, labels or shift_labels (-100: no target), and user-defined
-            fields [L, ...]. A field without sizes may be one number for all tokens. position_ids 0, 1, 2, ... are
-            ignored.
-        causal: True: shift labels by one position, and use input_ids if labels are missing. False: labels are required.
-            shift_labels are never shifted.
+            fields [L, ...]. A field [L] may also be one number, which holds for all tokens. position_ids that count
+            0, 1, 2, ... are ignored.
+        causal: if True, shift labels by one position, and use input_ids if labels are missing; if False, labels are
+            required. `shift_labels` are already shifted.
 
     Returns:
         The sequence as contiguous CPU tensors, with int64 ids and labels.

@@ -187,7 +187,7 @@ def strike_at(patch: pytest.MonkeyPatch, exe: hg.Executable, moment: str) -> Non
         (Groups, "all_to_all", sent),
         (LiveReshard, "end", lambda *_: stop()),
         (LiveReshard, "end", handed_on),
-        (exe._holding, "take", stop),
+        (exe._transition, "take", stop),
         (Session, "update", torn),
     ]
     patch.setattr(*where[MOMENTS.index(moment)])

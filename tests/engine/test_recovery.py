@@ -393,8 +393,8 @@ def test_a_run_that_looks_for_the_best_later_goes_on_with_a_good_plan_at_once() 
     exe: Any = SimpleNamespace(given="auto", program=program, planning=Planning(lengths=lengths))
     ran = hg.Strategy.parse("<[0]x1,[1]x3> + <[2]x2,[3]x2>", 4)
     # The leader is a newcomer without history: another rank tells it what ran in seats 0 to 3.
-    eras = StrategyHistory().ended([ran], 4).eras
-    world: Any = SimpleNamespace(ranks=3, rank=0, gather=lambda value: [value, eras] if value == () else [value])
+    periods = StrategyHistory().ended([ran], 4).periods
+    world: Any = SimpleNamespace(ranks=3, rank=0, gather=lambda value: [value, periods] if value == () else [value])
     (found,) = strategies_for(exe, world, hg.Home(), left, StrategyHistory(), [0, 2, 3])
     check_strategy(program, found, 3)
     workload = hg.Workload(lengths=lengths)

@@ -376,12 +376,12 @@ def cut_moves(prepared: Ready) -> tuple[list[float], list[tuple[int, str]]]:
             if world.rank == victim and at == "bring":
                 patch.setattr(membership, "bring", lambda *_: stop())
             elif world.rank == victim:
-                patch.setattr(exe._holding, "take", stop)
+                patch.setattr(exe._transition, "take", stop)
             try:
                 exe.move(world, hg.Home([1, 2, 3, 4], copies=2), everybody)
                 exe.step(batch(number))  # ranks that have finished it cannot continue alone
             except (hg.RankFailure, StruckError) as error:
-                outcomes.append((exe._holding.generation, type(error).__name__))
+                outcomes.append((exe._transition.generation, type(error).__name__))
         exe.leave()
         world = regroup(2 * number, range(RANKS))
         assert world is not None

@@ -84,7 +84,7 @@ class _Observer:
     board: HeartbeatBoard
     beats: dict[str, dict[str, Any]] = field(default_factory=dict)
     silent: dict[str, float] = field(default_factory=dict)
-    judge: FailureDetector = field(default_factory=FailureDetector)
+    detector: FailureDetector = field(default_factory=FailureDetector)
     stall: Stall = field(default_factory=Stall)
 
     def listen(self, machines: list[str], elapsed: float) -> None:
@@ -104,7 +104,7 @@ class _Observer:
                     ProcessState(state), RankProgress(moves, 0, None, "", waiting, left)
                 )
         others_run = any(sighting.state is ProcessState.RUNNING for sighting in theirs.values())
-        accused = self.judge.look(elapsed, own, others_run=others_run)
+        accused = self.detector.look(elapsed, own, others_run=others_run)
         every = {**theirs, **own}
         if accused is None and len(own) + len(theirs) == self.board.ranks:
             accused = self.stall.look(elapsed, every, self.board.progress_s)

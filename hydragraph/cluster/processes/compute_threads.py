@@ -2,8 +2,8 @@
 
 PyTorch's threads (GNU OpenMP) synchronize after every operator, and threads that finish early spin for milliseconds. If
 another process needs one of their cores, all threads wait: with 2 of 4 cores in use, a model of 10 million parameters
-trained at 59 tokens/s by default, and at 1,145 tokens/s with short spinning. On an idle machine, short
-spinning costs 10 to 25 % of the speed.
+trained at 59 tokens/s by default, and at 1,145 tokens/s with short spins. On an idle machine, short spins
+cost 10 to 25 % of the speed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 
 # Spins that last about the time between two operators; GNU OpenMP's default is 300,000.
 _SPINS = "1000"
-# Minimum average number of busy cores for short spinning.
+# Minimum average number of busy cores at which spins are shortened.
 _BUSY = 0.5
 
 
 def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[str, str]:
-    """Return environment variables for short spinning, or {} if the machine is idle or `environment` sets them.
+    """Return environment variables that shorten spins, or {} if the machine is idle or `environment` sets one.
 
     Args:
         busy: average number of busy cores, or None for this machine's load average.

@@ -61,7 +61,7 @@ def search(
     reach: int = 0,
     until: float | None = None,
     safety: float = SAFETY,
-    market: GroupPrices | None = None,
+    group_prices: GroupPrices | None = None,
 ) -> list[SearchCandidate]:
     """Return candidates for equal sequences, the most promising first.
 
@@ -78,10 +78,10 @@ def search(
         return min(WITHIN * best, last)
 
     sizes, useful = sizes_of(costs, sequences, length)
-    market = market or GroupPrices(costs)
+    group_prices = group_prices or GroupPrices(costs)
     for together in sizes:
         before = best
-        prices = market.prices((length,) * together, reach)
+        prices = group_prices.prices((length,) * together, reach)
         micro_batches = -(-sequences // together)
         if by_shape and is_late(until):
             break

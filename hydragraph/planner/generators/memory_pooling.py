@@ -58,7 +58,7 @@ class Stages(NamedTuple):
         extra: seconds of the first and last block, where present.
         fixed: a rank's bytes besides layers.
         each: a rank's bytes per layer.
-        gradients: bytes of a layer's weights and gradients.
+        gradients: bytes of a layer's gradients, and of its weights.
         ranks: tensor-parallel degree.
         limit: usable bytes of each rank.
     """

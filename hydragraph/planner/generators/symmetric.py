@@ -66,7 +66,7 @@ def simple(
     sizes: Sequence[int],
     reach: int = 0,
     safety: float = SAFETY,
-    market: GroupPrices | None = None,
+    group_prices: GroupPrices | None = None,
     apart: bool = False,
 ) -> list[SymmetricPlan]:
     """Return simple plans, the fastest first.
@@ -75,7 +75,7 @@ def simple(
         sizes: possible numbers of sequences per micro-batch.
         apart: also return plans that use only one node.
     """
-    market = market or GroupPrices(costs)
+    group_prices = group_prices or GroupPrices(costs)
     nodes = nodes_of(costs)
     sets = [nodes, *(((node,) for node in _strongest(nodes)) if apart and len(nodes) > 1 else ())]
     every: list[tuple[str, int, _Groups]] = []
@@ -86,11 +86,11 @@ def simple(
                 continue
             every.append(("a node" if number else "everything", degree, groups))
             if not number and len(groups.ranks) > 1:
-                prices = market.prices((length,) * sizes[0], reach)
+                prices = group_prices.prices((length,) * sizes[0], reach)
                 every.append(("a group", degree, _quickest(prices, groups, degree)))
     fastest: dict[tuple[str, _Groups, int, bool, bool], tuple[_Laid, int]] = {}
     for together in sizes:
-        prices = market.prices((length,) * together, reach)
+        prices = group_prices.prices((length,) * together, reach)
         for category, degree, groups in every:
             for form, laid in _priced(prices, groups, degree, -(-sequences // together)):
                 key = (category, groups, *form)

@@ -23,19 +23,19 @@ def seen(
 
 
 def looks(
-    judge: FailureDetector, ranks: Mapping[int, RankObservation], times: int, elapsed: float = 0.1
+    detector: FailureDetector, ranks: Mapping[int, RankObservation], times: int, elapsed: float = 0.1
 ) -> Accusation | None:
     found = None
     for _ in range(times):
-        found = judge.look(elapsed, ranks)
+        found = detector.look(elapsed, ranks)
     return found
 
 
 def test_a_process_that_ended_is_accused_unless_it_had_left() -> None:
-    judge = FailureDetector()
-    assert looks(judge, {0: seen(), 1: seen(GONE), 2: seen(GONE, left=True)}, 4) is None
-    assert judge.suspect(1.5) == Accusation(1, ENDED)
-    assert looks(judge, {0: seen(), 1: seen(GONE)}, 2) == Accusation(1, ENDED)
+    detector = FailureDetector()
+    assert looks(detector, {0: seen(), 1: seen(GONE), 2: seen(GONE, left=True)}, 4) is None
+    assert detector.suspect(1.5) == Accusation(1, ENDED)
+    assert looks(detector, {0: seen(), 1: seen(GONE)}, 2) == Accusation(1, ENDED)
     left = FailureDetector()
     assert looks(left, {0: seen(), 2: seen(GONE, left=True)}, 100) is None
     blamed = left.suspect(1.5)
@@ -44,26 +44,26 @@ def test_a_process_that_ended_is_accused_unless_it_had_left() -> None:
 
 
 def test_a_stopped_process_is_accused_after_its_time_and_a_pause_is_none() -> None:
-    judge = FailureDetector(stopped_s=6.0)
+    detector = FailureDetector(stopped_s=6.0)
     one = {0: seen(), 1: seen(STOPPED)}
-    assert looks(judge, one, 59) is None
-    suspect = judge.suspect(1.5)
+    assert looks(detector, one, 59) is None
+    suspect = detector.suspect(1.5)
     assert suspect is not None
     assert suspect.rank == 1
-    assert looks(judge, {0: seen(), 1: seen()}, 1) is None
-    assert judge.suspect(0.0) is None
-    assert looks(judge, one, 59) is None, "it counts anew"
-    accused = looks(judge, one, 2)
+    assert looks(detector, {0: seen(), 1: seen()}, 1) is None
+    assert detector.suspect(0.0) is None
+    assert looks(detector, one, 59) is None, "it counts anew"
+    accused = looks(detector, one, 2)
     assert accused is not None
     assert accused.rank == 1
     assert "stopped for 6." in accused.error
 
 
 def test_a_process_that_computes_between_stops_is_slow_and_not_stopped() -> None:
-    judge = FailureDetector(stopped_s=6.0)
+    detector = FailureDetector(stopped_s=6.0)
     for switches in range(100):  # it is seen stopped every time, and has computed a little each second
-        assert looks(judge, {0: seen(), 1: replace(seen(STOPPED), switches=switches)}, 10) is None
-    accused = looks(judge, {0: seen(), 1: replace(seen(STOPPED), switches=99)}, 60)
+        assert looks(detector, {0: seen(), 1: replace(seen(STOPPED), switches=switches)}, 10) is None
+    accused = looks(detector, {0: seen(), 1: replace(seen(STOPPED), switches=99)}, 60)
     assert accused is not None
     assert accused.rank == 1
 
@@ -110,9 +110,9 @@ def test_ranks_that_wait_for_each_other_are_a_stall_too() -> None:
 
 @given(st.lists(st.lists(st.sampled_from([RUNNING, STOPPED]), min_size=3, max_size=3), max_size=60))
 def test_only_a_rank_that_was_stopped_all_the_time_is_accused(history: list[list[ProcessState]]) -> None:
-    judge, limit = FailureDetector(stopped_s=2.0), 4  # looks of half a second
+    detector, limit = FailureDetector(stopped_s=2.0), 4  # looks of half a second
     for i, states in enumerate(history):
-        accused = judge.look(0.5, {rank: seen(state) for rank, state in enumerate(states)})
+        accused = detector.look(0.5, {rank: seen(state) for rank, state in enumerate(states)})
         late = [
             rank
             for rank in range(3)
