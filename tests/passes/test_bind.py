@@ -115,7 +115,7 @@ def test_tensors_that_a_forward_makes_are_on_the_gpu() -> None:
 
 
 def test_tensors_that_a_forward_makes_on_no_named_device_are_refused() -> None:
-    with pytest.raises(hg.Unsupported, match="create it in forward with device="):
+    with pytest.raises(hg.Unsupported, match="create the tensor in forward with device="):
         hg.capture(Custom(named=False), check="off")
 
 
