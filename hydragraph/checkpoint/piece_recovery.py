@@ -1,4 +1,4 @@
-"""Recovery from a checkpoint in pieces, each of which is read from the nearest place.
+"""Recovery from a checkpoint in pieces; the nearest place that has a piece is read.
 
 Each rank's threads read the pieces that only this rank needs. Meanwhile, ranks exchange shared pieces, a bounded number
 of bytes at a time.

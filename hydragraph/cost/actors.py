@@ -1,4 +1,4 @@
-"""Actors of a simulation, each of which represents all ranks of a stage.
+"""Actors of a simulation: an actor represents all ranks of a stage.
 
 Programs of one stage's ranks, and of equal pipelines, differ only in the ranks to which they send. A thousand ranks
 therefore run only a few dozen different programs.

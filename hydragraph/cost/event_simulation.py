@@ -1,4 +1,4 @@
-"""Simulation of the times at which each actor's instructions begin and end.
+"""Simulation of when the instructions of each actor begin and end.
 
 Transfers end in order of time (`cost.shared_ports`). A computation's times are computed once the ends of its inputs
 are known, even if these ends are in the simulated future.

@@ -1,4 +1,4 @@
-"""Handover of state to new owners while the current owners complete a step.
+"""Move of state to new owners while the current owners complete a step.
 
 Between two updates, only gradients change. The new owners therefore get weights and moments while a step computes, get
 the gradients at the step's commit, and then update. A rank commits only after it has received everything, so either all

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.block_keywords import keywords_of_block
+from hydragraph.frontend.functional_graph import changes
 from hydragraph.frontend.module_digest import LAYER_INDEX
 from hydragraph.frontend.skeleton import BlockCall, FlatBlock
 from hydragraph.frontend.untraceable import refuse_own_backward, watched
@@ -63,22 +64,30 @@ def refuse_state_around(
     """
     for context in (opaque, nullcontext()):
         notes = []
+        replaced: list[str] = []
         try:
             with meta_as_cpu(), context:
                 module(batch)  # a first call may create state
+                before = _tensors_of(module)
                 for _ in range(2):
                     noted = _Notes(module, list(batch.values()))
                     with noted:
                         result = module(batch)
                     notes.append(noted.all(result))
+                replaced = [name for name, tensor in _tensors_of(module).items() if before.get(name) is not tensor]
         except Unsupported:  # the trace that follows raises it, too
             return
-        except Exception:  # an error of the model also ends the trace that follows
-            if len(notes) < 2:
-                continue
+        except Exception:  # `opaque` failed, or the model did, which also ends the trace that follows
+            continue
+        if replaced:
+            raise changes(replaced[0].removeprefix("model."), where)
         refuse_own_backward(result, where)
         _refuse_difference(notes[0], notes[1], where)
         return
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def refuse_state_between(module: nn.Module, blocks: Sequence[nn.Module], batch: Mapping[str, Tensor]) -> None:

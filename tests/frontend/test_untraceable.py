@@ -414,6 +414,34 @@ def test_a_model_that_only_sets_numbers_of_its_blocks_is_captured() -> None:
     assert capture(Marking(reads=False)).layers == 2
 
 
+class Replacing(Own):
+    """A model that replaces a buffer or parameter, perhaps of its first block, in every forward."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.stack[0].register_buffer("calls", torch.zeros(()))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        if self.name == "scale":
+            self.scale = nn.Parameter(self.scale + 1)
+        elif self.name == "stack.0.calls":
+            self.stack[0].calls = self.stack[0].calls + 1  # type: ignore[assignment]
+        logits: Tensor = super().forward(input_ids, position_ids, cu_seqlens)
+        return logits * self.scale * (1 + self.stack[0].calls)
+
+
+@pytest.mark.parametrize("name", ["scale", "stack.0.calls"])
+def test_a_model_that_replaces_its_tensors_in_forward_is_refused(name: str) -> None:
+    with pytest.raises(Unsupported, match=f"Replacing: forward changes '{name}', but the change would be lost"):
+        capture(Replacing(name))
+
+
+def test_a_model_that_reads_the_buffer_of_a_block_is_captured() -> None:
+    assert capture(Replacing("")).layers == 2
+
+
 class Doubled(nn.Parameter):
     """A parameter whose products are twice as large."""
 

@@ -51,7 +51,7 @@ class Requests(Protocol):
 
 
 def handling(handlers: Mapping[int, Callable[[int, Any], None]]) -> ExitStack:
-    """Set signal handlers until the returned context ends; outside the main thread, do nothing."""
+    """Set signal handlers until the returned context ends, or none outside the main thread."""
     before = ExitStack()
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():

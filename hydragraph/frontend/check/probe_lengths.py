@@ -14,7 +14,7 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.graph_node import aten, operands
 from hydragraph.private.tracing import ancestors_of
 
-# Settings whose values are lengths at which attention may change.
+# Settings with a length at which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
 LONGEST = 512  # tokens of a sequence
