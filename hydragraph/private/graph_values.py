@@ -36,6 +36,7 @@ class ValueEncoder:
 
     hints: list[int] = field(default_factory=list)  # size of each symbol in the trace
     _symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
+    _texts: dict[sympy.Expr, str] = field(default_factory=dict)  # printing an expression is slow
     _storages: dict[int, int] = field(default_factory=dict)
 
     def value(self, value: object, storages: Iterable[int] = ()) -> Data:
@@ -61,13 +62,16 @@ class ValueEncoder:
         if not isinstance(size, torch.SymInt) or size.node.is_constant():
             return int(size)
         expression = size.node.expr
+        if expression in self._texts:
+            return self._texts[expression]
         for symbol in sorted(expression.free_symbols - self._symbols.keys(), key=str):
             symint = size.node.shape_env.create_symintnode(symbol, hint=None)
             if symint.node.hint is None:
                 raise ValueError("a graph has a size that depends on a tensor's values, such as the size of x[mask]")
             self._symbols[symbol] = sympy.Symbol(f"s{len(self.hints)}", integer=True, positive=True)
             self.hints.append(hint_of(symint))
-        return str(expression.xreplace(self._symbols))
+        text = self._texts[expression] = str(expression.xreplace(self._symbols))
+        return text
 
 
 class ValueDecoder:
