@@ -26,8 +26,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
-from hydragraph.spec.known_devices import KNOWN, PCIE_4, Datasheet
+from hydragraph.spec.known_devices import PCIE_4, Datasheet, built_in, similar
 from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 
 MOST_DEVICES = 1 << 16
@@ -223,19 +224,21 @@ class Cluster:
         """Return a cluster of nodes; ranks are numbered in the order of the nodes.
 
         Args:
-            types: device types by name; the types of `spec.known_devices`, such as "a100-80gb", need no entry.
+            types: device types by name; the types of `spec.known_devices`, such as "a100-80gb" or "RTX 4090", need no
+                entry.
         """
         total = sum(node.devices * node.count for node in nodes)
         if total > MOST_DEVICES:
             raise ValueError(f"nodes: {total:,} devices in all: list at most {MOST_DEVICES:,}")
         every = [replace(node, count=1) for node in nodes for _ in range(node.count)]
-        types = {**{node.type: type_of_sheet(KNOWN[node.type]) for node in nodes if node.type in KNOWN}, **types}
+        sheets = {node.type: built_in(node.type) for node in nodes if node.type not in types}
+        types = {**{name: type_of_sheet(sheet) for name, sheet in sheets.items() if sheet is not None}, **types}
         for i, node in enumerate(nodes):
             if node.type not in types:
                 listed = ", ".join(sorted(types)) or "one that 'types' defines"
                 raise ValueError(
                     f"nodes[{i}]: unknown device type {node.type!r}: use {listed}, or a built-in type: "
-                    f"{', '.join(KNOWN)}"
+                    f"{', '.join(similar(node.type))}"
                 )
         devices = [types[node.type].device(i, node.type) for i, node in enumerate(every) for _ in range(node.devices)]
         return cls(tuple(devices), None, None, tuple(every), tuple(pairs))
@@ -413,9 +416,7 @@ class Cluster:
                 flat = from_record(_Devices, data, name="cluster")
                 _check_units("", data)
                 return cls(flat.devices, flat.within_node, flat.between_nodes)
-            if isinstance(types := data.get("types"), dict):  # an empty entry means the built-in type's datasheet
-                data = {**data, "types": {name: sheet for name, sheet in types.items() if sheet or name not in KNOWN}}
-            nodes = from_record(_Nodes, data, name="cluster")
+            nodes = from_record(_Nodes, _with_built_in(data), name="cluster")
             _check_units("", data)
             return cls.of(nodes.types, nodes.nodes, nodes.pairs)
         except ValueError as error:
@@ -459,6 +460,30 @@ def _check_units(where: str, data: object) -> None:
                 raise ValueError(f"{where}: {name!r} is {value:g}: give {unit}")
         place = f"{where}[{name}]" if isinstance(data, list) else f"{where}.{name}" if where else str(name)
         _check_units(place, value)
+
+
+def _with_built_in(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a cluster file's content with the links of built-in types, and without empty entries of such types."""
+    types = data.get("types")
+    nodes = data.get("nodes")
+    if isinstance(types, dict):
+        for name in map(str, types):
+            if not types.get(name, True) and built_in(name) is None:
+                listed = ", ".join(similar(name))
+                raise ValueError(f"types.{name}: no built-in type has this name: give its datasheet, or use {listed}")
+        data = {**data, "types": {name: sheet for name, sheet in types.items() if sheet}}
+    if isinstance(nodes, list):
+        data = {**data, "nodes": [_with_link(node, data) if isinstance(node, dict) else node for node in nodes]}
+    return data
+
+
+def _with_link(node: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    name = str(node.get("type"))
+    sheet = built_in(name)
+    if sheet is None or name in map(str, data.get("types") or ()):
+        return node
+    only = len(data["nodes"]) == 1 and node.get("count", 1) == 1  # its link to other nodes is never used
+    return {"inner": sheet.peers, **({"outer": sheet.peers} if only else {}), **node}
 
 
 def type_of_sheet(sheet: Datasheet) -> DeviceType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,6 +22,7 @@ class Datasheet:
         reached: fraction of the peak that large matrix products reach; for A100 and H100, fitted to published runs
             (`benchmarks/published_runs.py --fit`); otherwise assumed.
         published: the GPU's name in published runs, or "".
+        nvlink_bytes_per_s: bandwidth to the GPUs of the same machine, per direction; 0: peers are connected by PCIe.
         bfloat16: whether the peak also holds for bfloat16.
     """
 
@@ -31,24 +33,47 @@ class Datasheet:
     host_bytes_per_s: float = PCIE_4
     published: str = ""
     bfloat16: bool = True
+    nvlink_bytes_per_s: float = 0
+
+    @property
+    def peers(self) -> dict[str, float]:
+        """Default link to the GPUs of the same machine, as in a cluster file."""
+        if self.nvlink_bytes_per_s:
+            return {"bytes_per_s": self.nvlink_bytes_per_s, "latency_s": 5e-6}
+        return {"bytes_per_s": self.host_bytes_per_s, "latency_s": 1e-5}
 
 
 KNOWN: Mapping[str, Datasheet] = MappingProxyType(
     {
-        "a100-40gb": Datasheet(312e12, 40e9, 1.555e12, 0.795, published="A100"),
-        "a100-80gb": Datasheet(312e12, 80e9, 2.039e12, 0.795, published="A100"),
-        "h100-sxm": Datasheet(989e12, 80e9, 3.35e12, 0.66, host_bytes_per_s=PCIE_5, published="H100"),
+        "a100-40gb": Datasheet(312e12, 40e9, 1.555e12, 0.795, published="A100", nvlink_bytes_per_s=300e9),
+        "a100-80gb": Datasheet(312e12, 80e9, 2.039e12, 0.795, published="A100", nvlink_bytes_per_s=300e9),
+        "h100-sxm": Datasheet(
+            989e12, 80e9, 3.35e12, 0.66, host_bytes_per_s=PCIE_5, published="H100", nvlink_bytes_per_s=450e9
+        ),
         # With HBM2e; published runs limited this GPU to 500 W.
-        "h100-96gb": Datasheet(989e12, 96e9, 2.4e12, 0.5, host_bytes_per_s=PCIE_5, published="H100"),
+        "h100-96gb": Datasheet(
+            989e12, 96e9, 2.4e12, 0.5, host_bytes_per_s=PCIE_5, published="H100", nvlink_bytes_per_s=450e9
+        ),
         "h100-pcie": Datasheet(756e12, 80e9, 2.0e12, 0.615, host_bytes_per_s=PCIE_5),
         "h100-nvl": Datasheet(835e12, 94e9, 3.9e12, 0.615, host_bytes_per_s=PCIE_5),
-        "h800": Datasheet(989e12, 80e9, 3.35e12, 0.66, host_bytes_per_s=PCIE_5),
-        "h20": Datasheet(148e12, 96e9, 4.0e12, host_bytes_per_s=PCIE_5),
-        "h200": Datasheet(989e12, 141e9, 4.8e12, 0.66, host_bytes_per_s=PCIE_5),
-        "b200": Datasheet(2250e12, 180e9, 8.0e12, 0.6, host_bytes_per_s=PCIE_5),
-        "a800": Datasheet(312e12, 80e9, 2.039e12, 0.795),
-        "v100-16gb": Datasheet(125e12, 16e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3, published="V100", bfloat16=False),
-        "v100-32gb": Datasheet(125e12, 32e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3, bfloat16=False),
+        "h800": Datasheet(989e12, 80e9, 3.35e12, 0.66, host_bytes_per_s=PCIE_5, nvlink_bytes_per_s=200e9),
+        "h20": Datasheet(148e12, 96e9, 4.0e12, host_bytes_per_s=PCIE_5, nvlink_bytes_per_s=450e9),
+        "h200": Datasheet(989e12, 141e9, 4.8e12, 0.66, host_bytes_per_s=PCIE_5, nvlink_bytes_per_s=450e9),
+        "b200": Datasheet(2250e12, 180e9, 8.0e12, 0.6, host_bytes_per_s=PCIE_5, nvlink_bytes_per_s=900e9),
+        "a800": Datasheet(312e12, 80e9, 2.039e12, 0.795, nvlink_bytes_per_s=200e9),
+        "v100-16gb": Datasheet(
+            125e12,
+            16e9,
+            0.9e12,
+            0.5,
+            host_bytes_per_s=PCIE_3,
+            published="V100",
+            bfloat16=False,
+            nvlink_bytes_per_s=150e9,
+        ),
+        "v100-32gb": Datasheet(
+            125e12, 32e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3, bfloat16=False, nvlink_bytes_per_s=150e9
+        ),
         "t4": Datasheet(65e12, 16e9, 0.32e12, 0.25, host_bytes_per_s=PCIE_3, published="T4", bfloat16=False),
         "l4": Datasheet(121e12, 24e9, 0.3e12, 0.4),
         "l40s": Datasheet(362e12, 48e9, 0.864e12),
@@ -58,9 +83,29 @@ KNOWN: Mapping[str, Datasheet] = MappingProxyType(
         "rtx-4090": Datasheet(165e12, 24e9, 1.008e12, 0.795),
         "rtx-5090": Datasheet(209e12, 32e9, 1.792e12, 0.795, host_bytes_per_s=PCIE_5),
         "rtx-a6000": Datasheet(155e12, 48e9, 0.768e12, 0.795),
-        "mi300x": Datasheet(1307e12, 192e9, 5.3e12, 0.45, host_bytes_per_s=PCIE_5),
+        "mi300x": Datasheet(1307e12, 192e9, 5.3e12, 0.45, host_bytes_per_s=PCIE_5, nvlink_bytes_per_s=448e9),
     }
 )
+
+
+def built_in(name: str) -> Datasheet | None:
+    """Return the datasheet that a cluster file names, such as "a100-80gb", "RTX 4090" or "H100"; None if unknown."""
+    plain = _plain(name)
+    named = (
+        sheet
+        for known_name, sheet in KNOWN.items()
+        if plain in (_plain(known_name), _plain(known_name).removeprefix("rtx"))
+    )
+    return KNOWN.get(name) or next(named, None) or sheet_of(name)
+
+
+def similar(name: str) -> list[str]:
+    """Return the built-in names that begin like `name`, or all if there are none."""
+    return [known_name for known_name in KNOWN if _plain(known_name).startswith(_plain(name))] or [*KNOWN]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"(?<=[-_ ]\d\d)gb?$|[^a-z0-9]", "", name.lower())
 
 
 def known(flops_per_s: float, memory_bytes_per_s: float, name: str = "") -> Datasheet | None:
