@@ -68,15 +68,15 @@ def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) 
         raise agreed(own or first)
 
 
-def from_first(world: World, make: Callable[[], T]) -> T:
-    """Call a function on rank 0, and return its result or raise its ValueError on all ranks."""
+def from_one(world: World, make: Callable[[], T], rank: int = 0) -> T:
+    """Call a function on one rank, and return its result or raise its ValueError on all ranks."""
     outcome: T | ValueError | None = None
-    if world.rank == 0:
+    if world.rank == rank:
         try:
             outcome = make()
         except ValueError as refused:
             outcome = refused
-    outcome = world.gather(outcome)[0]
+    outcome = world.gather(outcome)[rank]
     if isinstance(outcome, ValueError):
         raise outcome
     return cast(T, outcome)

@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 
 from torch import Tensor
 
-from hydragraph.cluster.agreement import from_first
+from hydragraph.cluster.agreement import from_one
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
@@ -40,7 +40,7 @@ from hydragraph.ir.program import Program
 from hydragraph.log import doing
 from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.variants import Variants
-from hydragraph.runtime.device_reports import report_devices, types_of
+from hydragraph.runtime.device_reports import DeviceReport, report_devices, types_of
 from hydragraph.runtime.profile_fitting import TOO_SMALL
 from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure_types
 from hydragraph.runtime.supported_optimizers import OptimizerFactory, state_bytes
@@ -61,6 +61,8 @@ LEAST_TOKENS = 1024
 # Maximum time of one block in the longest measured micro-batch.
 BLOCK_S = 1.0
 FULL = 0.85
+# If rank 0's CPU is slower than the fastest CPU by this factor, the rank with the fastest CPU plans.
+SLOW = 0.8
 # (sequences per rank, tokens per sequence) assumed without `lengths`.
 ASSUMED = (4, 512)
 
@@ -115,7 +117,10 @@ def plan_automatically(subject: PlanningSubject, world: World, planning: Plannin
             if not preplanned:
                 return replace(planning, profile=costs, explanation=_lines(costs, discovered, (), source, assumed))
             try:
-                answer = from_first(world, partial(_planned, subject, costs, planning))
+                if world.rank == 0:
+                    doing("planning")
+                where = planning_rank(discovered.reports)
+                answer = from_one(world, partial(_planned, subject, costs, planning), where)
             except ValueError:
                 if more:
                     raise
@@ -170,6 +175,15 @@ def _check_models(subject: PlanningSubject, found: DiscoveredCluster, groups: Gr
             )
 
 
+def planning_rank(reports: Sequence[DeviceReport]) -> int:
+    """Return the rank that plans: rank 0, or the fastest if rank 0 has a slow CPU."""
+    if not all(report.threads for report in reports):
+        return 0  # a GPU's speed does not describe its machine's CPU
+    speeds = [report.flops_per_s / report.threads for report in reports]
+    fastest = max(range(len(speeds)), key=speeds.__getitem__)
+    return fastest if speeds[0] < SLOW * speeds[fastest] else 0
+
+
 @dataclass(frozen=True)
 class _Plan:
     strategies: tuple[Strategy, ...]
@@ -181,7 +195,6 @@ class _Plan:
 def _planned(subject: PlanningSubject, costs: Costs, planning: Planning) -> _Plan:
     from hydragraph.planner.brief_explanation import brief_explanation  # needs numba
 
-    doing("planning")
     began = time.monotonic()
     batches = planning.lengths or ()
     schedules = planned_schedules(subject.model.backend or "eager")

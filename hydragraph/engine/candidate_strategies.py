@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from hydragraph.cluster.agreement import from_first
+from hydragraph.cluster.agreement import from_one
 from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.home_choice import HomeQuestion, choose_home
@@ -116,7 +116,7 @@ def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy,
     """Return `candidates_of(given, *how)`, or raise its error, on every rank; for "auto", rank 0 searches."""
     if not (isinstance(given, str) and given == "auto"):
         return candidates_of(given, *how)
-    return from_first(world, lambda: candidates_of(given, *how))
+    return from_one(world, lambda: candidates_of(given, *how))
 
 
 def home_among(world: World, program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning) -> Home:
@@ -129,7 +129,7 @@ def home_among(world: World, program: Program, home: Home, strategies: Sequence[
         return home
     hosts = world.gather(world.node)
     nodes = [hosts.index(host) for host in hosts]
-    return from_first(world, lambda: choose_home(_question(program, home, strategies, planning, nodes)))
+    return from_one(world, lambda: choose_home(_question(program, home, strategies, planning, nodes)))
 
 
 def _question(

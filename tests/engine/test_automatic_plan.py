@@ -130,7 +130,7 @@ def _on_ranks(prepared: Ready) -> tuple[Trained, ...]:
     with mock.patch.object(planning, "plan", hurried):
         first = trained(prepared, alike, measured, lengths=LENGTHS)
         again = trained(prepared, alike, AssertionError("it was measured before"), lengths=LENGTHS)
-        uneven = trained(prepared, (1000.0, 250.0), pretended, lengths=LENGTHS)
+        uneven = trained(prepared, (250.0, 1000.0), pretended, lengths=LENGTHS)  # rank 1 plans
     return first, again, uneven
 
 
@@ -174,7 +174,7 @@ def test_a_second_start_measures_no_blocks(ranks: list[tuple[Trained, ...]]) -> 
 
 def test_a_throttled_device_is_a_type_of_its_own_and_gets_less(ranks: list[tuple[Trained, ...]]) -> None:
     uneven = ranks[0][2]
-    fast, slow = uneven.measured
+    slow, fast = uneven.measured
     assert slow == f"{fast}-25"
     assert f"1 x {fast} (" in uneven.lines[0]
     assert f"1 x {slow} (" in uneven.lines[0]
@@ -287,6 +287,19 @@ def test_two_types_are_measured_again_only_if_their_ratio_has_changed(
     if found is not None:
         assert found[1] == later.types
         assert {found[0].type, *(other.type for other in found[0].others)} == {*later.types}
+
+
+@pytest.mark.parametrize(
+    ("flops", "threads", "rank"),
+    [
+        ((1e9, 1e9, 2.5e9, 2.5e9), 1, 2),
+        ((1e9, 1.1e9), 1, 0),  # nearly as fast
+        ((1e9, 9e9), 0, 0),  # GPUs
+    ],
+)
+def test_the_rank_with_the_fastest_cpu_plans(flops: tuple[float, ...], threads: int, rank: int) -> None:
+    reports = [DeviceReport("n", "h", "cpu", 10**9, 1e3, each, 1e9, threads, "", ()) for each in flops]
+    assert automatic_plan.planning_rank(reports) == rank
 
 
 @pytest.mark.parametrize(("full", "tries"), [(0.5, [False]), (0.9, [False, True])])
