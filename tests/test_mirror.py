@@ -26,7 +26,6 @@ ELSEWHERE = {
     "cluster/failure/newest_watch.py": ("runtime/test_calls.py", "a new watch after a failure"),
     "cluster/failure/stack_dump.py": ("cluster/failure/test_rank_watch.py", "what standing ranks write"),
     "cluster/message_in_flight.py": ("cluster/test_communicators.py", "messages of every kind"),
-    "cluster/module_process.py": ("engine/test_planning_service.py", "workers that are started by their module"),
     "cluster/processes/launched_ranks.py": ("cluster/test_launch.py", "ranks from outside"),
     "cluster/processes/rank_process.py": ("cluster/test_launch.py", "ranks from inside"),
     "cluster/rendezvous/member.py": ("engine/test_recovery.py", "ranks that meet again, leave and come"),

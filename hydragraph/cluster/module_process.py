@@ -67,5 +67,8 @@ def serve(prepare: Callable[[], Callable[[Any], object]]) -> None:
             question = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        pickle.dump(answer(question), output)
-        output.flush()
+        try:
+            pickle.dump(answer(question), output)
+            output.flush()
+        except BrokenPipeError:  # the process that asked has ended
+            os._exit(1)  # without flushing again
