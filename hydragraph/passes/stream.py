@@ -4,10 +4,10 @@ A streaming stage pulls a bucket one block before each block that uses the bucke
 pull.
 
 Every rank enters every exchange (pull or push), so all ranks need the same order of exchanges. A timeline of the
-iteration, in which all pipelines take equally long, assigns a time to every computation. A pull has the time of the
-computation that precedes the use of the weights. A push has the time of the computation that made the gradients. Each
-rank enters pulls before, and pushes after, its computations of equal time. Therefore, a rank waits only for earlier
-events and cannot deadlock. Stages that need a bucket simultaneously share one exchange.
+iteration, in which all pipelines take equally long, assigns a time to every computation. A pull is assigned the time of
+the computation before the one that uses the weights, and a push the time of the computation that made the gradients.
+Among its events of equal time, a rank runs pulls first, then computations, then pushes. A rank therefore waits only for
+earlier events and cannot deadlock. Stages that need a bucket simultaneously share one exchange.
 """
 
 from __future__ import annotations
