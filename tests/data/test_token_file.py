@@ -119,12 +119,14 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("at", range(128))
-def test_any_changed_byte_of_the_header_is_found_when_opening(path: Path, at: int) -> None:
-    flip(path, at)
-    what = "is not a token file" if at < 8 else "has version" if at < 12 else "truncated or corrupt: the header"
-    with pytest.raises(ValueError, match=what):
-        TokenFile.open(path)
+def test_any_changed_byte_of_the_header_is_found_when_opening(path: Path) -> None:
+    for at in range(128):
+        flip(path, at)
+        what = "is not a token file" if at < 8 else "has version" if at < 12 else "truncated or corrupt: the header"
+        with pytest.raises(ValueError, match=what):
+            TokenFile.open(path)
+        flip(path, at)
+    TokenFile.open(path)
 
 
 @pytest.mark.parametrize("at", [128, 129, 2001, -8 * (len(SOURCES) + 1) - 1])
