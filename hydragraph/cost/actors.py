@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hydragraph.ir.instruction import Instruction, Op, Stream
-from hydragraph.ir.program_outline import Outline
-from hydragraph.ir.rank_program import RankProgram, Role, Span
+from hydragraph.ir.program_outline import Mode, Outline
+from hydragraph.ir.rank_program import Span
 from hydragraph.ir.value import Value, ValueKind
 from hydragraph.passes.pipeline import placed_program
 from hydragraph.passes.place import PlacedRole, PlacedStage, Placement, place
@@ -154,7 +154,9 @@ class Actor:
         return tuple(zip(self.ranks, receivers, strict=False))
 
 
-def stage_actors(outline: Outline, strategy: Strategy, micro_batches: Sequence[int], ranks: int) -> tuple[Actor, ...]:
+def stage_actors(
+    outline: Outline, strategy: Strategy, micro_batches: Sequence[int], ranks: int, mode: Mode = "train"
+) -> tuple[Actor, ...]:
     """Lower a strategy to one actor per stage with work, and one actor per rank without work.
 
     Raises:
@@ -165,7 +167,7 @@ def stage_actors(outline: Outline, strategy: Strategy, micro_batches: Sequence[i
     compiled: dict[object, ActorProgram] = {}
 
     def of(rank: int) -> tuple[Instruction, ...]:
-        return placed_program(placement, "", "train", rank, ranks).instructions
+        return placed_program(placement, "", mode, rank, ranks).instructions
 
     def program(rank: int, key: object) -> ActorProgram:
         if key not in compiled:
@@ -188,56 +190,3 @@ def _key(placement: Placement, stage: PlacedStage) -> object:
 
 def _neighbours(role: PlacedRole) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return role.previous, role.following
-
-
-def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
-    """Return the actors of programs, one program per rank.
-
-    Raises:
-        ValueError: ranks of a stage run different instructions.
-    """
-    stages: dict[object, list[RankProgram]] = {}
-    key: object
-    for program in programs:
-        key = program.roles or ("idle", program.rank)
-        stages.setdefault(key, []).append(program)
-    by_role = {(role.pipeline, role.stage): program.tp for program in programs for role in program.roles}
-    actors = []
-    for of_stage in stages.values():
-        _check_alike(of_stage)
-        first = of_stage[0]
-        by_rank = {program.rank: program.instructions for program in of_stage}
-        members = first.tp or (first.rank,)
-        leader = by_rank.get(members[0], first.instructions)
-        roles = tuple(_placed(role, first.layers.index(first.span_of(role)), by_role) for role in first.roles)
-        actors.append(Actor(members, roles, first.layers, ActorProgram.of(leader), by_rank.__getitem__))
-    return tuple(actors)
-
-
-def _placed(role: Role, visit: int, ranks: Mapping[tuple[int, int], tuple[int, ...]]) -> PlacedRole:
-    pipeline = role.pipeline
-    depth = sum(there == pipeline for there, _ in ranks)
-    previous, following = (ranks.get((pipeline, role.stage + step), ()) for step in (-1, 1))
-    return PlacedRole(pipeline, role.stage, role.micro_batches, depth, previous, following, visit)
-
-
-def _check_alike(programs: Sequence[RankProgram]) -> None:
-    def shape(program: RankProgram) -> list[tuple[object, ...]]:
-        kept = (i for i in program.instructions if i.op not in (Op.FREE, Op.SEND))
-        return [(i.op.value, i.target, i.micro_batch, i.reads, i.writes) for i in kept]
-
-    # Ranks of a stage may have different numbers of sends.
-    first = shape(programs[0])
-    for program in programs[1:]:
-        other = shape(program)
-        if first == other:
-            continue
-        difference = f"the first has {len(first)} instructions, the second {len(other)}"
-        for at, (one, two) in enumerate(zip(first, other, strict=False)):
-            if one != two:
-                difference = f"instruction {at} of the first is {one[0]} {one[1]}, of the second {two[0]} {two[1]}"
-                break
-        raise ValueError(
-            f"ranks {programs[0].rank} and {program.rank} of one stage run different programs: ignoring sends and "
-            f"frees, {difference}; pass these programs to verify()"
-        )

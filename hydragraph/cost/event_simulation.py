@@ -128,9 +128,6 @@ class EventSimulation:
         self._actors = [_Progress(a, actor, work) for a, actor in enumerate(actors)]
         self._meetings: dict[tuple[int, str], _Meeting] = {}
         self._committing: dict[int, tuple[float, int, int, int]] = {}
-        self._committers = sum(
-            any(a.program.instructions[i].op is Op.COMMIT for i in a.program.compute) for a in actors
-        )
         self._dirty = deque(self._actors)
 
     def run(self) -> list[Times]:
@@ -191,7 +188,7 @@ class EventSimulation:
             ready = other
             cause = index
         self._committing[own.number] = (ready, i, own.number, cause)
-        if len(self._committing) < self._committers:
+        if len(self._committing) < len(self._actors):
             return False
         last = max(self._committing.values(), key=lambda arrival: arrival[0])
         over = last[0] + self._work.commit_s()

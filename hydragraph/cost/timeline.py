@@ -13,13 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
-from hydragraph.cost.actors import Actor, rank_actors
+from hydragraph.cost.actors import Actor, ActorProgram
 from hydragraph.cost.critical_path import CriticalPath, critical_path
 from hydragraph.cost.event_simulation import EventSimulation, Times
 from hydragraph.cost.instruction_work import InstructionCosts
 from hydragraph.ir.instruction import RULES, Instruction, Op, Stream
-from hydragraph.ir.rank_program import RankProgram
-from hydragraph.ir.value import Value, ValueKind
 from hydragraph.spec.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -142,8 +140,7 @@ class Timeline:
 
     @cached_property
     def _exposed(self) -> list[dict[Stream, float]]:
-        rows = zip(self.actors, self.times, strict=True)
-        return [_waits(actor.program.instructions, times) for actor, times in rows]
+        return [_waits(actor.program, times) for actor, times in zip(self.actors, self.times, strict=True)]
 
     @property
     def bubble(self) -> float:
@@ -182,42 +179,21 @@ class Timeline:
 Curves: TypeAlias = Callable[[Timeline], "Sequence[MemoryCurve]"]
 
 
-def _waits(instructions: Sequence[Instruction], times: Times) -> dict[Stream, float]:
+def _waits(program: ActorProgram, times: Times) -> dict[Stream, float]:
     waited = dict.fromkeys(Stream, 0.0)
-    maker: dict[Value, int] = {}
-    latest: dict[Stream, int] = {}
+    end = times.end
     free = 0.0
-    for i, instruction in enumerate(instructions):
-        if instruction.op is Op.FREE and not any(value.kind is ValueKind.COPYING for value in instruction.after):
-            continue
-        if instruction.stream is Stream.COMPUTE:
-            needed = [maker[value] for value in instruction.after]
-            if instruction.op is Op.COMMIT:
-                needed = [latest[stream] for stream in (Stream.PULL, Stream.PUSH, Stream.P2P) if stream in latest]
-            for other in needed:
-                if times.end[other] > free:
-                    waited[instructions[other].stream] += times.end[other] - free
-                    free = times.end[other]
-            free = max(free, times.end[i])
-        if instruction.stream not in latest or times.end[i] >= times.end[latest[instruction.stream]]:
-            latest[instruction.stream] = i
-        for value in instruction.writes:
-            maker[value] = i
+    for i in program.compute:
+        needed = program.needs[i]
+        if program.instructions[i].op is Op.COMMIT:
+            transfers = (program.pulls, program.pushes, (*program.sends, *program.receives))
+            needed = tuple(max(indices, key=end.__getitem__) for indices in transfers if indices)
+        for other in needed:
+            if end[other] > free:
+                waited[program.instructions[other].stream] += end[other] - free
+                free = end[other]
+        free = max(free, end[i])
     return waited
-
-
-def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: InstructionCosts) -> Timeline:
-    """Simulate programs, one per rank.
-
-    Args:
-        programs: programs verified by `hydragraph.ir.verify`.
-
-    Raises:
-        ValueError: the numbers of ranks and devices differ, programs of a stage differ, or programs never end.
-    """
-    if len(programs) != len(cluster.devices):
-        raise ValueError(f"{len(programs)} rank programs on {len(cluster.devices)} devices: give one device per rank")
-    return run(rank_actors(programs), cluster, work)
 
 
 def run(
@@ -226,5 +202,9 @@ def run(
     work: InstructionCosts,
     curves: Curves | None = None,
 ) -> Timeline:
-    """Simulate actors that together contain all ranks."""
+    """Simulate actors that together contain all ranks.
+
+    Raises:
+        ValueError: the programs never end.
+    """
     return Timeline(tuple(actors), tuple(EventSimulation(actors, cluster, work).run()), curves)

@@ -19,12 +19,12 @@ from hydragraph.cluster.launch import World, apart, join
 from hydragraph.cluster.once_per_node import once_per_machine
 from hydragraph.cluster.processes.restart_cache import kept
 from hydragraph.cluster.rendezvous.member import comes_late, here
+from hydragraph.cost.actors import stage_actors
 from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.cost.timeline import Timeline
-from hydragraph.cost.timeline import simulate as simulate_programs
+from hydragraph.cost.timeline import Timeline, run
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.engine.automatic_plan import PlanningSubject, plan_automatically, state_bytes_of
 from hydragraph.engine.candidate_strategies import Choices, Planning, candidates_of, strategy_for
@@ -450,8 +450,10 @@ class RankPrograms(Sequence[RankProgram]):
             costs = Costs(datasheet(self.program, costs, efficiency), costs, home=home_of(home))
         busy = {role.pipeline: len(role.micro_batches) for p in self.programs.headers for role in p.roles}
         counts = [busy.get(i, 0) for i in range(len(self.strategy.pipelines))]
+        if costs.ranks != len(self):
+            raise ValueError(f"{len(self)} rank programs on {costs.ranks} devices: give one device per rank")
         work = costs.work(self.strategy, Assignment.even(counts, tokens))
-        return simulate_programs(tuple(self.programs), costs.cluster, work)
+        return run(stage_actors(self.program.outline, self.strategy, counts, len(self), self.mode), costs.cluster, work)
 
 
 @typed("program", "micro_batches", "ranks")

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hydragraph as hg
+from hydragraph.cost.actors import stage_actors
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.published_errors import FLAT, PUBLISHED
-from hydragraph.cost.timeline import simulate
+from hydragraph.cost.timeline import run as run_actors
 from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.program import Program
-from hydragraph.passes.pipeline import rank_programs
 from hydragraph.report.number_text import bytes_text, counts_text, seconds_text
 from hydragraph.report.simulation_price import PricedStrategy, price, share, spread
 from hydragraph.spec.assignment import Assignment
@@ -102,8 +102,8 @@ def exposed(text: str, counts: list[int], work: ExplicitWork, link: Interconnect
     """Simulate a model of two layers; return what each rank waits for pulls, pushes and activations."""
     strategy = Strategy.parse(text, 2)
     ranks = len(strategy.devices)
-    programs = rank_programs(model(2), strategy, counts, ranks=ranks)
-    found = simulate(programs, Cluster.homogeneous(ranks, device=SLOW, within_node=link), work)
+    actors = stage_actors(model(2), strategy, counts, ranks)
+    found = run_actors(actors, Cluster.homogeneous(ranks, device=SLOW, within_node=link), work)
     streams = (Stream.PULL, Stream.PUSH, Stream.P2P)
     return [[found.exposed_s(rank, stream) for stream in streams] for rank in range(ranks)]
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hydragraph as hg
+from hydragraph.cost.actors import stage_actors
 from hydragraph.cost.block_pieces import Constants
 from hydragraph.cost.costs import KEPT, Costs
 from hydragraph.cost.footprint import MicroBatch
@@ -20,12 +21,11 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.pricing import micro_batches_of
 from hydragraph.cost.rank_memory import MemoryWalk, batch_bytes
 from hydragraph.cost.stage_costs import Ring, StageCost, stages_end
-from hydragraph.cost.timeline import simulate
+from hydragraph.cost.timeline import run
 from hydragraph.cost.traffic_bytes import HomeTraffic
 from hydragraph.cost.what_if import what_if
 from hydragraph.errors import Unsupported
 from hydragraph.ir.instruction import Op, Stream
-from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.pipeline import Pipeline, Stage
@@ -139,14 +139,12 @@ SHARED = [
 @settings(max_examples=max(12, settings.default.max_examples // 32), deadline=None)
 @given(st.sampled_from(SHARED), st.tuples(LENGTHS, LENGTHS))
 def test_pipelines_that_share_a_stage_take_what_is_simulated(text: str, lengths: tuple[list[list[int]], ...]) -> None:
-    """Lowering ranks one by one equals lowering whole stages; computation takes at least the load of a shared stage."""
+    """Computation takes at least the load of a shared stage."""
     strategy = Strategy.parse(text, 4)
     found = costs(4, cluster(4)).changed(home=hg.Home())
     assignment = assigned(*lengths)
     timeline = hg.simulate(found, strategy, assignment)
     work = found.work(strategy, assignment)
-    programs = rank_programs(found.outline, strategy, assignment.counts, ranks=4)
-    assert simulate(programs, found.cluster, work).seconds == pytest.approx(timeline.seconds, rel=1e-12)
     load: dict[int, float] = {}
     for pipeline, batches in zip(strategy.pipelines, lengths, strict=True):
         for stage, cost in zip(pipeline.stages, found.stages(pipeline), strict=True):
@@ -163,8 +161,8 @@ def test_a_shared_stage_is_kept_busy() -> None:
     seconds: dict[tuple[Op, str, int] | tuple[Op, str, int, int], float] = {
         (op, block, rank): t for rank, f in enumerate([2.0, 2.0, 1.0]) for op, block, t in _halves(rank, f)
     }
-    programs = rank_programs(costs(2, cluster(3)).outline, strategy, [8, 8], ranks=3)
-    timeline = simulate(programs, cluster(3, outer=INSTANT), ExplicitWork(seconds))
+    actors = stage_actors(costs(2, cluster(3)).outline, strategy, [8, 8], 3)
+    timeline = run(actors, cluster(3, outer=INSTANT), ExplicitWork(seconds))
     # 16 micro-batches of 3 s on the last stage; before them one forward of 2 s, and after them one backward of 4 s.
     assert timeline.seconds == pytest.approx(2 + 16 * 3 + 4)
 

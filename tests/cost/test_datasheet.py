@@ -14,7 +14,6 @@ from hydragraph.cost.datasheet import _Rates, datasheet, operations
 from hydragraph.cost.timeline import simulate
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.program import Program
-from hydragraph.passes.pipeline import rank_programs
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
@@ -175,9 +174,8 @@ def test_a_strategy_that_does_not_fit_is_refused() -> None:
 
 def test_a_whole_iteration_is_priced() -> None:
     strategy, devices = Strategy.parse("<tp2,pp1> + <tp1,pp2>", 2), cluster(4)
-    programs = rank_programs(llama().outline, strategy, [2, 1], ranks=4)
     costs = Costs(datasheet(llama(), devices, efficiency=1.0), devices)
-    found = simulate(programs, devices, costs.work(strategy, Assignment.even([2, 1], TOKENS)))
+    found = costs.simulate(strategy, Assignment.even([2, 1], TOKENS))
     assert found.seconds > 2 * 3 * FORWARD  # pipeline 0: two micro-batches of two layers on two ranks
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hydragraph.cost.actors import Actor, ActorProgram, stage_actors
 from hydragraph.cost.instruction_work import ExcludedCosts
-from hydragraph.cost.timeline import Timeline, simulate
+from hydragraph.cost.timeline import Timeline, run
 from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.program_outline import Outline
-from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.pipeline import Pipeline, Stage
@@ -38,8 +39,8 @@ def timeline(
     strategy: Strategy, counts: list[int], work: ExplicitWork, link: Interconnect = INSTANT, mode: str = "train"
 ) -> Timeline:
     ranks = max(strategy.devices) + 1
-    programs = rank_programs(model(strategy.layers), strategy, counts, mode, ranks=ranks)  # type: ignore[arg-type]
-    return simulate(programs, cluster(ranks, link), work)
+    actors = stage_actors(model(strategy.layers), strategy, counts, ranks, mode)  # type: ignore[arg-type]
+    return run(actors, cluster(ranks, link), work)
 
 
 def chain(stages: int, schedule: str, layers: int = 1) -> Strategy:
@@ -192,7 +193,8 @@ def test_any_iteration_ends_and_takes_no_less_than_its_busiest_stream(iteration,
     moved = {bucket: pairs for bucket, _ in outline.buckets}
     handed = moved if fast > slow else {}
     work = ExplicitWork(seconds, moved, moved, dict.fromkeys(range(len(counts)), 1.0), handed_bytes=handed)
-    found = simulate(programs, cluster(ranks, Interconnect(1.0, 0.1)), work)
+    actors = stage_actors(outline, strategy, counts, ranks, mode)
+    found = run(actors, cluster(ranks, Interconnect(1.0, 0.1)), work)
     for rank, spans in enumerate(found.ranks):
         assert [s.instruction for s in spans] == list(programs[rank].instructions)
         own = sum(seconds.get((s.instruction.op, s.instruction.target, rank), 0.0) for s in spans)
@@ -219,15 +221,12 @@ def test_the_table() -> None:
 
 
 def test_nothing_to_do_takes_no_time() -> None:
-    found = simulate([RankProgram(0, 1, "s", (), (), (0, 0), ())], cluster(1), ExplicitWork({}, {}, {}, {}))
+    found = run([Actor((0,), (), (), ActorProgram.of(()), lambda _: ())], cluster(1), ExplicitWork({}, {}, {}, {}))
     assert (found.seconds, found.bubble) == (0.0, 0.0)
 
 
-def test_what_does_not_fit_or_never_ends_is_refused() -> None:
-    programs = list(rank_programs(model(2), chain(2, "1f1b"), [1], ranks=2))
-    with pytest.raises(ValueError, match="2 rank programs on 3 devices: give one device per rank"):
-        simulate(programs, cluster(3), ExplicitWork({}, {}, {}, {}))
-    silent = tuple(i for i in programs[0].instructions if i.op is not Op.SEND)
-    programs[0] = RankProgram(0, 2, "s", (Role(0, 0, range(1)),), (0,), (0, 1), silent)
+def test_what_never_ends_is_refused() -> None:
+    first, last = stage_actors(model(2), chain(2, "1f1b"), [1], 2)
+    silent = replace(first, program=ActorProgram.of([i for i in first.of(0) if i.op is not Op.SEND]))
     with pytest.raises(ValueError, match=r"rank 0 never ends, .*: pass these programs to verify"):
-        simulate(programs, cluster(2), ExplicitWork({}, {}, {}, {}))
+        run([silent, last], cluster(2), ExplicitWork({}, {}, {}, {}))

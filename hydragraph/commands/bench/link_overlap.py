@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hydragraph.cost.actors import stage_actors
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.instruction_work import ExcludedCosts
 from hydragraph.cost.link_bytes import Direction, Traffic
-from hydragraph.cost.timeline import simulate
+from hydragraph.cost.timeline import run
 from hydragraph.ir.program import Program
-from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.home import Home
@@ -63,7 +63,7 @@ def simulated(
     """
     strategy = leg.strategy
     counts = [micro_batches] * len(strategy.pipelines)
-    programs = rank_programs(program.outline, strategy, counts, "train", ranks=len(cluster.devices))
+    actors = stage_actors(program.outline, strategy, counts, len(cluster.devices))
     degrees = sorted({stage.tp for stage in strategy.stages})
     costs = Costs(datasheet(program, cluster, degrees=degrees), cluster, home=home)
     work = costs.work(strategy, Assignment.even(counts, tokens))
@@ -72,7 +72,7 @@ def simulated(
     alone = ExcludedCosts(work, "computing", "messages", "ending", other)
     idle = ExcludedCosts(work, "computing", "messages", "ending", "pull", "push")
     variants = (work, without, alone, idle)
-    whole, less, by_itself, nothing = (simulate(programs, cluster, variant).seconds for variant in variants)
+    whole, less, by_itself, nothing = (run(actors, cluster, variant).seconds for variant in variants)
     if not leg.traffic.total:
         return Overlap(0.0, 0.0, whole)
     return Overlap(by_itself - nothing, max(0.0, whole - less), whole)
