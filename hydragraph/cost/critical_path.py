@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeVar
 
 from hydragraph.cost.actors import Actor
 from hydragraph.cost.event_simulation import Times
 from hydragraph.ir.instruction import RULES, Instruction, Op, Stream
 from hydragraph.ir.value import ValueKind
+
+T = TypeVar("T")
 
 _KINDS = {
     Op.FORWARD: "computing",
@@ -55,7 +58,7 @@ class PathStep:
 class CriticalPath:
     """Steps in order of time, without gaps."""
 
-    steps: tuple[PathStep, ...]
+    steps: tuple[PathStep, ...] = ()
 
     @property
     def by_kind(self) -> dict[str, float]:
@@ -65,37 +68,43 @@ class CriticalPath:
             seconds[step.kind] = seconds.get(step.kind, 0.0) + step.seconds
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
+    def longest(self, count: int) -> list[PathStep]:
+        """Return the longest steps, at most `count`, in order of time."""
+        least = sorted((step.seconds for step in self.steps), reverse=True)[:count][-1]
+        return [step for step in self.steps if step.seconds >= least][:count]
+
     def __str__(self) -> str:
         total = sum(step.seconds for step in self.steps)
         if not total:
             return "the critical path is empty: no instruction takes time"
         shares = ", ".join(f"{seconds / total:.0%} {kind}" for kind, seconds in self.by_kind.items() if seconds > 0)
-        least = sorted((step.seconds for step in self.steps), reverse=True)[:SHOWN][-1]
         lines = [f"the critical path of {1e3 * total:.4g} ms: {shares}"]
-        left_out = 0
-        for step in self.steps:
-            if step.seconds < least or len(lines) > SHOWN:
-                left_out += 1
-                continue
+        for step in self.longest(SHOWN):
             lines.append(f"  {1e3 * step.begin_s:10.3f} ms {1e3 * step.seconds:9.3f} ms  {step.what}")
-        if left_out:
-            lines.append(f"  and {left_out} shorter steps")
+        if len(self.steps) > SHOWN:
+            lines.append(f"  and {len(self.steps) - SHOWN} shorter steps")
         return "\n".join(lines)
 
 
 def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPath:
-    steps: list[PathStep] = []
-    run: list[tuple[int, int]] = []
-    for a, i in reversed(list(_chain(times))):
-        if run and not _together(actors, run[-1], (a, i)):
-            steps.append(_step(actors, times, run))
-            run = []
-        run.append((a, i))
-    if run:
-        steps.append(_step(actors, times, run))
+    chain = reversed(list(_chain(times)))
+    together = runs(chain, lambda run, item: not _together(actors, run[-1], item))
+    steps = [_step(actors, times, run) for run in together]
     # A push may still send to second owners when the next push begins.
     ends = [replace(step, end_s=min(step.end_s, after.begin_s)) for step, after in pairwise(steps)]
     return CriticalPath(tuple(step for step in (*ends, *steps[-1:]) if step.seconds > 0))
+
+
+def runs(items: Iterable[T], ends: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
+    """Divide items into runs. `ends` says whether a run ends before an item."""
+    run: list[T] = []
+    for item in items:
+        if run and ends(run, item):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
 
 
 def _chain(times: Sequence[Times]) -> Iterator[tuple[int, int]]:

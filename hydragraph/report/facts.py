@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hydragraph.cost.critical_path import PathStep
+from hydragraph.cost.critical_path import CriticalPath
 from hydragraph.report.measured_beside_predicted import RunComparison
 from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import RunEvent
@@ -54,7 +54,7 @@ class IterationView:
     title: str
     seconds: float
     lanes: tuple[TimelineLane, ...]
-    critical: tuple[PathStep, ...] = ()
+    critical: CriticalPath = CriticalPath()  # noqa: RUF009
     note: str = ""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from hydragraph.cost.critical_path import CriticalPath
 from hydragraph.report import number_format
 from hydragraph.report.charts import Point, Series, line_chart, memory_chart
 from hydragraph.report.facts import (
@@ -212,7 +213,7 @@ def _part(part: DiagramStage, left: float, y: float, scale: float) -> Markup:
 def _course(panel: int, number: int, course: IterationView, titled: bool) -> Markup:
     used = {bar.kind for lane in course.lanes for bars in lane.bars for bar in bars}
     keys = [tag("span", tag("i", class_=f"key box k-{kind}"), _KIND_NAMES[kind]) for kind in KINDS if kind in used]
-    if course.critical:
+    if course.critical.steps:
         keys.append(tag("span", tag("i", class_="key box critical"), "critical path"))
     title = f"Timeline, {course.title}" if titled else "Timeline"
     left = len(course.lanes) - COURSE_LANES
@@ -223,28 +224,21 @@ def _course(panel: int, number: int, course: IterationView, titled: bool) -> Mar
         tag("p", f"Wide bars are computation; thin bars below them are transfers. {course.note}", class_="intro"),
         tag("div", keys, class_="legend"),
         tag("div", course_picture(course), tag("p", note, class_="note") if note else None, class_="scroll picture"),
-        _critical(course),
+        _critical(course.critical),
         class_="timeline", data_panel=panel, data_course=number,
     )  # fmt: skip
 
 
-def _critical(course: IterationView) -> Markup | None:
-    if not course.critical:
+def _critical(path: CriticalPath) -> Markup | None:
+    if not path.steps:
         return None
-    by_kind: dict[str, float] = {}
-    for step in course.critical:
-        by_kind[step.kind] = by_kind.get(step.kind, 0.0) + step.seconds
-    whole = sum(by_kind.values())
-    shares = [
-        f"{number_format.share(s / whole)} {kind}" for kind, s in sorted(by_kind.items(), key=lambda item: -item[1])
-    ]
-    least = sorted((step.seconds for step in course.critical), reverse=True)[:MOST_STEPS][-1]
+    whole = sum(path.by_kind.values())
+    shares = [f"{number_format.share(seconds / whole)} {kind}" for kind, seconds in path.by_kind.items()]
     rows = [
         table_row(number_format.seconds(step.begin_s), number_format.seconds(step.seconds), step.what, left=(2,))
-        for step in course.critical
-        if step.seconds >= least
-    ][:MOST_STEPS]
-    left = len(course.critical) - len(rows)
+        for step in path.longest(MOST_STEPS)
+    ]
+    left = len(path.steps) - len(rows)
     waited_for = "step of the critical path"
     return tag(
         "details",

@@ -34,7 +34,7 @@ def course_data(course: IterationView) -> dict[str, Any]:
     critical = [
         [round(step.begin_s * scale), round(step.seconds * scale), lane_of[step.ranks[0]], step.stream.value,
          step.kind, step.what]
-        for step in course.critical
+        for step in course.critical.steps
         if step.ranks[0] in lane_of
     ]  # fmt: skip
     offloads = any(lane.bars[-1] for lane in course.lanes)
@@ -69,7 +69,7 @@ def course_picture(course: IterationView) -> Markup:
     row_of = {rank: i for i, lane in enumerate(lanes) for rank in lane.ranks}
     drawn += [
         _critical(step, LANE * row_of[step.ranks[0]], course.seconds)
-        for step in course.critical
+        for step in course.critical.steps
         if step.ranks[0] in row_of
     ]
     ticks = [

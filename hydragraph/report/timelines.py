@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from hydragraph.cost.actors import Actor, message_of
+from hydragraph.cost.critical_path import runs
 from hydragraph.cost.event_simulation import Times
 from hydragraph.cost.timeline import Timeline
 from hydragraph.cost.trace_file import TraceEvent
@@ -64,7 +65,7 @@ def simulated_course(timeline: Timeline) -> IterationView:
         merged = sorted(alone, key=attrgetter("ranks"))
     if len(shown) < len(groups):
         note = f"{len(shown)} of {len(groups)} kinds of ranks are shown, evenly spaced. {note}"
-    return IterationView("simulated", timeline.seconds, tuple(merged), timeline.critical_path.steps, note.strip())
+    return IterationView("simulated", timeline.seconds, tuple(merged), timeline.critical_path, note.strip())
 
 
 def measured_course(title: str, ranks: Sequence[Sequence[TraceEvent]]) -> IterationView:
@@ -77,7 +78,7 @@ def measured_course(title: str, ranks: Sequence[Sequence[TraceEvent]]) -> Iterat
     merged, note = _fewer(lanes, last - first)
     if len(lanes) < len(ranks):
         note = f"{len(lanes)} of {len(ranks)} ranks are shown, evenly spaced. {note}"
-    return IterationView(title, last - first, tuple(merged), (), note.strip())
+    return IterationView(title, last - first, tuple(merged), note=note.strip())
 
 
 def _spread(items: Sequence[T], most: int) -> list[T]:
@@ -176,24 +177,12 @@ def _merged(lanes: Sequence[TimelineLane], merge: Merge) -> list[TimelineLane]:
 
 def merged_blocks(bars: Sequence[TimeBar]) -> Iterator[TimeBar]:
     for (kind, micro_batch), group in groupby(bars, lambda bar: (bar.kind, bar.micro_batch)):
-        for run in _runs(group, lambda run, bar: bar.begin > run[-1].end + 1e-3 * (bar.end - bar.begin)):
+        for run in runs(group, lambda run, bar: bar.begin > run[-1].end + 1e-3 * (bar.end - bar.begin)):
             yield _one(run, kind, micro_batch)
 
 
 def _ticks(bars: Sequence[TimeBar], tick: float) -> Iterator[TimeBar]:
-    return map(_within_a_tick, _runs(bars, lambda run, bar: bar.end - run[0].begin > tick))
-
-
-def _runs(bars: Iterable[TimeBar], ends: Callable[[list[TimeBar], TimeBar], bool]) -> Iterator[list[TimeBar]]:
-    """Divide bars into runs. `ends` says whether a run ends before a bar."""
-    run: list[TimeBar] = []
-    for bar in bars:
-        if run and ends(run, bar):
-            yield run
-            run = []
-        run.append(bar)
-    if run:
-        yield run
+    return map(_within_a_tick, runs(bars, lambda run, bar: bar.end - run[0].begin > tick))
 
 
 def _within_a_tick(run: Sequence[TimeBar]) -> TimeBar:

@@ -41,13 +41,13 @@ def test_every_rank_has_a_lane_and_all_its_seconds(text: str) -> None:
 
 def test_the_critical_path_fills_the_iteration_and_names_its_ranks() -> None:
     course = simulated_course(simulated(four(), "<tp2,pp2>", [4]).timeline)
-    assert course.critical[0].begin_s == pytest.approx(0)
-    assert course.critical[-1].end_s == pytest.approx(course.seconds)
-    for one, other in pairwise(course.critical):
+    assert course.critical.steps[0].begin_s == pytest.approx(0)
+    assert course.critical.steps[-1].end_s == pytest.approx(course.seconds)
+    for one, other in pairwise(course.critical.steps):
         assert one.end_s == pytest.approx(other.begin_s)
     # Where a step says that ranks compute, these have bars there.
     lanes = {rank: lane for lane in course.lanes for rank in lane.ranks}
-    for step in course.critical:
+    for step in course.critical.steps:
         bars = lanes[step.ranks[0]].bars[STREAMS.index(step.stream.value)]
         assert any(bar.begin < step.end_s and bar.end > step.begin_s for bar in bars), step
 
