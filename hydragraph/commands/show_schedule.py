@@ -85,8 +85,7 @@ def _counted(instructions: Sequence[Instruction], stage: PlacedStage, outline: O
     actions: Counter[Action] = Counter()
     for instruction in instructions:
         if instruction.op in (Op.FORWARD, Op.BACKWARD) and instruction.target != "aux":
-            m = instruction.micro_batch
-            assert m is not None
+            m = instruction.batch
             visit = stage.visit_of(outline.index[instruction.target])
             actions[Action(instruction.work, stage.role_of(m, visit).pipeline, m, visit)] += 1
     return actions

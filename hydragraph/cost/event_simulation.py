@@ -230,8 +230,7 @@ class EventSimulation:
                 self._send(own, i, ready, cause)
             elif kind == _COPY:
                 copy = own.program.instructions[i]
-                assert copy.micro_batch is not None, "a copy must have a micro-batch"
-                seconds = self._work.copying(copy.target, own.actor.ranks, copy.micro_batch)
+                seconds = self._work.copying(copy.target, own.actor.ranks, copy.batch)
                 self._begin(own, i, ready, (own.number, cause), seconds, ())
             else:
                 self._enter(own, i, ready, cause, kind)
@@ -355,12 +354,11 @@ def _durations(actor: Actor, work: InstructionCosts) -> list[float]:
         instruction = program.instructions[i]
         op = instruction.op
         if op is Op.FORWARD or op is Op.BACKWARD:
-            assert instruction.micro_batch is not None, "a computation must have a micro-batch"
             table = tables.get((op, instruction.target))
             if table is None:
                 seconds = work.computing(op, instruction.target, actor.ranks, numbers)
                 table = tables[op, instruction.target] = dict(zip(numbers, seconds, strict=True))
-            durations[i] = table[instruction.micro_batch] * SHARES.get(instruction.work, 1.0)
+            durations[i] = table[instruction.batch] * SHARES.get(instruction.work, 1.0)
         elif op is Op.COMMIT:
             durations[i] = -1.0
         elif op is Op.UPDATE:

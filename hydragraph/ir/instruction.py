@@ -108,6 +108,11 @@ class Instruction:
         assert self.peer is not None, f"a {self.op.value} must have a peer"
         return self.peer
 
+    @property
+    def batch(self) -> int:
+        assert self.micro_batch is not None, f"a {self.op.value} must have a micro-batch"
+        return self.micro_batch
+
     def waiting_for(self, after: tuple[Value, ...]) -> Instruction:
         # `dataclasses.replace` is several times slower.
         return Instruction(self.op, self.target, self.micro_batch, self.peer, self.reads, self.writes, after)

@@ -196,8 +196,7 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
 
 def _check_copy(program: RankProgram, index: int) -> None:
     instruction = program.instructions[index]
-    assert instruction.micro_batch is not None, "a copy must have a micro-batch"
-    of = (instruction.target, instruction.micro_batch)
+    of = (instruction.target, instruction.batch)
     out = instruction.op is Op.OFFLOAD
     reads, writes = ((saved,), (offloaded, copying)) if out else ((offloaded,), (fetched,))
     if (instruction.reads, instruction.writes) != tuple(tuple(make(*of) for make in made) for made in (reads, writes)):

@@ -112,8 +112,7 @@ def decides(placement: Placement, mode: Mode, stage: PlacedStage | None) -> Hash
 
 
 def _computation(instruction: Instruction) -> Computation:
-    assert instruction.micro_batch is not None, "a forward or backward needs a micro-batch"
-    return Computation(instruction.op, instruction.target, instruction.micro_batch)
+    return Computation(instruction.op, instruction.target, instruction.batch)
 
 
 def _precedes(turn: Turn, time: Fraction) -> bool:

@@ -282,8 +282,7 @@ class Executor:
         return it.views[value]
 
     def _forward(self, it: _Iteration, instruction: Instruction) -> None:
-        micro_batch = instruction.micro_batch
-        assert micro_batch is not None
+        micro_batch = instruction.batch
         self._end_ready(it, Stream.PULL, it.serving)
         self._buffers.trim()
         batch = it.batches[micro_batch]
