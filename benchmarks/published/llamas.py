@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import hydragraph as hg
+from benchmarks.published.workload import FORWARD
 from hydragraph.cost.actors import stage_actors
 from hydragraph.cost.block_pieces import BlockPiece, PricedDevice
 from hydragraph.cost.costed_work import CostedWork
@@ -26,7 +27,6 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.curves import Constants
 from hydragraph.cost.instruction_work import ExcludedCosts, Part
 from hydragraph.cost.measured_profile import Profile, Scheme
-from hydragraph.cost.micro_batch_order import FORWARD
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.published_memory import MemoryModel
 from hydragraph.cost.timeline import Timeline, run

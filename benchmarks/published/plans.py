@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.published.rivals import Spent, charge
-from benchmarks.published.workload import Lengths, fixed_length
+from benchmarks.published.workload import Lengths, fixed_length, pipeline_seconds
 from hydragraph import planner
 from hydragraph.cost.measured_profile import Profile, Scheme
-from hydragraph.cost.micro_batch_order import pipeline_seconds
 from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment, assign_pipelines, bounded_pipelines
 from hydragraph.planner.assignment.best_candidate import compare_pipelines
 from hydragraph.planner.exact.dispatching import dispatch

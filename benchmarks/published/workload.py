@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hydragraph.cost import compiled_replay
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.cost.micro_batch_order import pipeline_seconds
+from hydragraph.cost.schedule_replay import replayed
 
 Lengths = list[int]
+FORWARD = 1 / 3  # part of a micro-batch's seconds
 
 
 def rollouts(median: float = 2_048, sigma: float = 1.2) -> list[float]:
@@ -55,3 +57,17 @@ def in_turn(pipelines: Sequence[PipelineCost], packed: Sequence[Sequence[int]]) 
     count = len(pipelines)
     costs = [[p.micro_batch_seconds(m) for m in packed[i::count]] for i, p in enumerate(pipelines)]
     return [pipeline_seconds(row, p.stages) for row, p in zip(costs, pipelines, strict=True)]
+
+
+def pipeline_seconds(costs: Sequence[float], stages: int) -> float:
+    """Return the seconds that a sequence of micro-batches takes on equal stages.
+
+    Args:
+        costs: each micro-batch's seconds on one stage.
+    """
+    if not costs:
+        return 0.0
+    rows = np.zeros((len(costs), stages, compiled_replay.PARTS))
+    rows[:, :, compiled_replay.FORWARD] = FORWARD * np.array(costs)[:, None]
+    rows[:, :, compiled_replay.BACKWARD] = (1.0 - FORWARD) * np.array(costs)[:, None]
+    return float(replayed(rows).max())

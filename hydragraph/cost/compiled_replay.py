@@ -26,14 +26,11 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hydragraph.cost.instruction_work import SHARES
+from hydragraph.ir.layout import Floats, Ints
 from hydragraph.ir.schedules.schedule import WORKS, ScheduleTable, Work
 from hydragraph.kernels.numba_compiler import compiled
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 EARLY = 0
 FORWARD = 1

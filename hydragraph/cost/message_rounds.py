@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hydragraph.ir.layout import Floats, Ints
 from hydragraph.kernels.numba_compiler import compiled
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class LinkTable(NamedTuple):

@@ -16,20 +16,16 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hydragraph.cost.compiled_replay import AHEAD, BACK, BACKWARD, EARLY, FORWARD, PARTS
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.cost.reach import AttentionReach
 from hydragraph.cost.stage_costs import NeighborMessages, Parts, Ring, StageCost
+from hydragraph.ir.layout import Bools, Floats, Ints
 from hydragraph.ir.schedules.schedule import ScheduleTable
 from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.spec.cluster import Interconnect
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class StageTerms(NamedTuple):

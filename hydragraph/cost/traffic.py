@@ -14,15 +14,13 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hydragraph.ir.layout import Bools, Floats, Ints
 from hydragraph.spec.cluster import Cluster, Interconnect
 
 if TYPE_CHECKING:
     from hydragraph.cost.message_rounds import LinkTable
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Pair = tuple[int, int]  # (sender, receiver)
 
 
@@ -63,7 +61,7 @@ class ExchangeTimes:
     """
 
     seconds: Floats
-    partners: NDArray[np.bool_]
+    partners: Bools
     occupied: tuple[tuple[tuple[int, float], ...], ...]
 
     @cached_property

@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from hydragraph.ir.parameter import Bucket
 
+Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.timeline import Timeline
 from hydragraph.ir.instruction import Op
+from hydragraph.ir.layout import Floats
 from hydragraph.report.facts import MOVED, Matrix
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
 # Rows per matrix. With more ranks or nodes, neighbors share a row.
 MOST = 32
-
-Floats = NDArray[np.float64]
 
 
 def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> tuple[Matrix, ...]:
