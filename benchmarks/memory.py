@@ -230,7 +230,7 @@ def measure(prepared: tuple[hg.Program, object], sizes: Sizes, text: str, home: 
     home = exe._session.owners.home
     compiled, batches = exe._session.preparer._variants.get, micro_batches(strategy, sizes.lengths)  # compiled already
     blocks = CompiledBlocks(exe.program, compiled)
-    traffic = HomeTraffic(HomeLayouts(home, exe.ranks).of)
+    traffic = HomeTraffic(blocks.buckets, HomeLayouts(home, exe.ranks).of)
     walk = partial(MemoryWalk, blocks, strategy, batches, exe.rank, exe.ranks, traffic=traffic)
     live = LiveBytes()
     ended = []

@@ -78,5 +78,5 @@ def _when(each: ShownStrategy, rank: int, tokens: int) -> Iterator[str]:
 def walk(each: ShownStrategy, rank: int, tokens: int) -> MemoryWalk:
     folder = each.whole
     batches = [[MicroBatch(tokens, 1)] * count for count in each.record.micro_batches]
-    traffic = HomeTraffic(folder.homes.of)
+    traffic = HomeTraffic(folder.blocks.buckets, folder.homes.of)
     return MemoryWalk(folder.blocks, each.strategy, batches, rank, folder.summary.ranks, traffic=traffic)

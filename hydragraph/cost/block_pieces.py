@@ -12,7 +12,7 @@ Scheme = tuple[int, int]  # (tp, pp): a pipeline of pp stages with tp devices ea
 AUX = "aux"
 # Bytes per element: fp32 weight, gradient and AdamW's two moments.
 HOME_BYTES = 16
-GRADIENT_BYTES = 4
+GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
 
 
 @dataclass(frozen=True)

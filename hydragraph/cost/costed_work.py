@@ -144,7 +144,12 @@ class CostedWork:
         return pairs
 
     def update_s(self, rank: int) -> float:
-        return self._costs.update_s(rank, self._costs.owned(rank, learning=True))
+        """Return the seconds of an optimizer step; 0 if the rank is lost."""
+        update = self._costs.piece_profile(rank).update
+        rate = self._costs.health.rate(rank)
+        if update is None or math.isinf(rate):
+            return 0.0
+        return rate * (update[0] + update[1] * self._costs.owned(rank, learning=True))
 
     def commit_s(self) -> float:
         costs = self._costs

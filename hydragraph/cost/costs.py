@@ -309,8 +309,7 @@ class Costs(Pricing):
         Args:
             assignment: default: two micro-batches per stage.
         """
-        if self.home.rule is not None:
-            return self.of_strategies(strategy).memory(strategy, assignment)
+        costs = self.of_strategies(strategy)
         batches = micro_batches_of(strategy, assignment or self._filled(strategy))
         return tuple(self.walk(strategy, batches, rank).peak() for rank in range(self.ranks))
 

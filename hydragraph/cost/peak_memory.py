@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 ROUNDS = 8
 
@@ -20,9 +21,8 @@ class PeakMemory:
     """
 
     def __init__(self, bytes_at: Callable[[int], float], step: int) -> None:
-        self._bytes_at = bytes_at
+        self._at = cache(bytes_at)
         self._step = step
-        self._known: dict[int, float] = {}
         self._start = step
 
     def needs(self, tokens: int) -> float:
@@ -49,8 +49,3 @@ class PeakMemory:
                 break
         self._start = at
         return max(0, math.floor(tokens))
-
-    def _at(self, tokens: int) -> float:
-        if tokens not in self._known:
-            self._known[tokens] = self._bytes_at(tokens)
-        return self._known[tokens]

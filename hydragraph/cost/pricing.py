@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, partial
 from itertools import accumulate, pairwise, zip_longest
 from typing import TYPE_CHECKING
 
@@ -21,13 +21,11 @@ from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.partial_recomputation import within_budget
 from hydragraph.cost.profile_blocks import ProfileBlocks
 from hydragraph.cost.published_errors import FLAT, published_error
-from hydragraph.cost.rank_memory import MemoryWalk
+from hydragraph.cost.rank_memory import MemoryWalk, home_memory
 from hydragraph.cost.stage_costs import NeighborMessages, Ring, StageCost
-from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES, HomeTraffic
+from hydragraph.cost.traffic_bytes import HomeTraffic
 from hydragraph.errors import Unsupported
 from hydragraph.ir.home_layout import HomeLayouts
-from hydragraph.ir.layout import Layout
-from hydragraph.ir.parameter import Bucket
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Interconnect
 from hydragraph.spec.health import Health
@@ -77,15 +75,16 @@ class Pricing:
         self.sizes: ModelSizes = profile.model_sizes
         self.outline = self.sizes.outline
         self.buckets = self.sizes.buckets
-        types = tuple(cluster.types)
-        self.blocks: Blocks = blocks or ProfileBlocks(profile, self.sizes, types, push_itemsize, self.pieces)
+        self.blocks: Blocks = blocks or ProfileBlocks(self)
         self._within_budget = cache(self._budgeted)
         self.home = home
         self.state_bytes = state_bytes
         home.check(self.ranks, [bucket.name for bucket in self.buckets])
-        self._owners = HomeLayouts(home.without_rule.on([device.node for device in cluster.devices]), self.ranks)
-        self._traffic = HomeTraffic(self._owners.of)
-        self._owned: dict[tuple[int, bool | None], int] = {}
+        self.home_of = HomeLayouts(home.without_rule.on([d.node for d in cluster.devices]), self.ranks).of
+        traffic = HomeTraffic(self.buckets, self.home_of)
+        self.owned = traffic.owned
+        self.owned_bytes = cache(lambda rank: home_memory(traffic, rank, state_bytes).home)
+        self.walk = partial(MemoryWalk, self.blocks, ranks=self.ranks, traffic=traffic, state_bytes=state_bytes)
 
     @property
     def ranks(self) -> int:
@@ -271,59 +270,6 @@ class Pricing:
             health=self.health,
             room=None if room is None else tuple(room),
             push_itemsize=self.push_itemsize,
-        )
-
-    def home_of(self, bucket: Bucket) -> Layout:
-        return self._owners.of(bucket)
-
-    def owned(self, rank: int, learning: bool | None = None) -> int:
-        """Return the number of elements that a rank owns; `learning` selects trained or frozen elements."""
-        if (rank, learning) not in self._owned:
-            self._owned[rank, learning] = sum(
-                times * self.home_of(bucket).local_size(rank)
-                for bucket, times in self._alike
-                if learning is None or bucket.learns == learning
-            )
-        return self._owned[rank, learning]
-
-    @cached_property
-    def _alike(self) -> list[tuple[Bucket, int]]:
-        first: dict[object, Bucket] = {}
-        counts: Counter[object] = Counter()
-        for bucket in self.buckets:
-            key = (bucket.form, bucket.learns, self.home_of(bucket))
-            first.setdefault(key, bucket)
-            counts[key] += 1
-        return [(bucket, counts[key]) for key, bucket in first.items()]
-
-    def owned_bytes(self, rank: int) -> int:
-        learning = self.owned(rank, True)
-        return (self.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * self.owned(rank, False)
-
-    def update_s(self, rank: int, elements: int) -> float:
-        """Return the seconds of an optimizer step on trained elements; 0 if the rank is lost."""
-        update = self.piece_profile(rank).update
-        rate = self.health.rate(rank)
-        return rate * (update[0] + update[1] * elements) if update is not None and math.isfinite(rate) else 0.0
-
-    def walk(
-        self,
-        strategy: Strategy,
-        batches: Sequence[Sequence[MicroBatch]],
-        rank: int,
-        messages: bool = True,
-        over: Mapping[int, Sequence[str]] | None = None,
-    ) -> MemoryWalk:
-        return MemoryWalk(
-            self.blocks,
-            strategy,
-            batches,
-            rank,
-            self.ranks,
-            messages=messages,
-            traffic=self._traffic,
-            state_bytes=self.state_bytes,
-            over=over,
         )
 
 

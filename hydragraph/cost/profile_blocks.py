@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from hydragraph.cost.block_pieces import AUX, GRADIENT_BYTES, BlockPiece
 from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
-from hydragraph.cost.measured_profile import Profile
-from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.spec.stage_kind import StageKind, StagePart
+
+if TYPE_CHECKING:
+    from hydragraph.cost.pricing import Pricing
 
 
 class ProfileBlocks:
-    """Approximate memory of blocks, with the interface of `CompiledBlocks`.
+    """Approximate memory of blocks, equal on all device types, with the interface of `CompiledBlocks`."""
 
-    Args:
-        types: device types, on all of which a block needs equal memory.
-    """
-
-    def __init__(
-        self,
-        profile: Profile,
-        sizes: ModelSizes,
-        types: Sequence[str],
-        push_itemsize: int,
-        pieces: Callable[[str, StageKind], Mapping[str, BlockPiece]],
-    ) -> None:
-        self.outline = sizes.outline
-        self.buckets = sizes.buckets
-        self.itemsize = sizes.itemsize
-        self.push_itemsize = push_itemsize
-        self.hidden_bytes = sizes.hidden_bytes
-        self._templates = dict(zip(self.outline.blocks, profile.blocks, strict=True))
-        self._types = types
-        self._profile = profile
-        self._pieces = pieces
-        by_kind = profile.of(types[0]).pieces.values()
+    def __init__(self, costs: Pricing) -> None:
+        self.outline = costs.outline
+        self.buckets = costs.buckets
+        self.itemsize = costs.sizes.itemsize
+        self.push_itemsize = costs.push_itemsize
+        self.hidden_bytes = costs.sizes.hidden_bytes
+        self._costs = costs
+        self._templates = dict(zip(self.outline.blocks, costs.profile.blocks, strict=True))
+        by_kind = costs.profiles[0].pieces.values()
         held = next((pieces[AUX].held for pieces in by_kind if AUX in pieces), None)
         self._aux_bytes = held.output[1] if held else 0.0
 
     def _piece(self, block: str, part: StagePart) -> BlockPiece:
         # Some kinds of stage may not be measured on every type.
         kind = part.kind._replace(recompute=bool(part.recompute), sums_in_pieces=False)
-        measured = (name for name in self._types if kind in self._profile.of(name).pieces)
-        return self._pieces(next(measured, self._types[0]), part.kind)[self._templates[block]]
+        types = self._costs.cluster.types
+        measured = (name for name in types if kind in self._costs.profile.of(name).pieces)
+        return self._costs.pieces(next(measured, next(iter(types))), part.kind)[self._templates[block]]
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
         piece = self._piece(block, part)

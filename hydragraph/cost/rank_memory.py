@@ -92,6 +92,16 @@ class MemoryCurve:
         return self.points[max(after - 1, 0)][1]
 
 
+def home_memory(traffic: HomeTraffic, rank: int, state_bytes: int) -> Memory:
+    """Return the memory of a rank's share of the state."""
+    learning = traffic.owned(rank, True)
+    return Memory(
+        home_weights=WEIGHT_BYTES * traffic.owned(rank),
+        optimizer_state=(state_bytes - WEIGHT_BYTES) * learning,
+        home_gradients=GRADIENT_BYTES * learning,
+    )
+
+
 def batch_bytes(own: int, every: int) -> int:
     """Return the bytes of ids, positions and labels of a rank's tokens, and of shifted labels of all tokens."""
     return INTEGER_BYTES * (3 * own + every)
@@ -171,15 +181,15 @@ class MemoryWalk:
         self._model = blocks
         self._rank = rank
         self._messages = messages
-        self._state_bytes = state_bytes
         self._over = over or {}
-        self._traffic = traffic or HomeTraffic(HomeLayouts(Home(), ranks).of)
+        self._traffic = traffic or HomeTraffic(blocks.buckets, HomeLayouts(Home(), ranks).of)
+        self.at_home = home_memory(self._traffic, rank, state_bytes)
         self._stages = placement.stage_of
         self._stage = placement.stage_of.get(rank)
         self._part = self._stage.part_of(rank) if self._stage else StagePart()
         self._buckets = {b.name: b for b in blocks.buckets}
         self._footprint_of = cache(blocks.footprint)
-        self._known_traffic: dict[tuple[Op, str], BucketTraffic] = {}
+        self._traffic_of = cache(self._find_traffic)
 
         def pulled(traffic: BucketTraffic) -> MessageBytes:
             if messages:
@@ -212,25 +222,11 @@ class MemoryWalk:
         self._most = -1
         self._largest: dict[str, int] = {}
 
-    @cached_property
-    def at_home(self) -> Memory:
-        layouts = [self._traffic.home_of(bucket) for bucket in self._model.buckets]
-        owned = {id(layout): layout.local_size(self._rank) for layout in layouts}
-        both = [(bucket.learns, owned[id(layout)]) for bucket, layout in zip(self._model.buckets, layouts, strict=True)]
-        learning = sum(size for learns, size in both if learns)
-        frozen = sum(size for learns, size in both if not learns)
-        return Memory(
-            home_weights=WEIGHT_BYTES * (learning + frozen),
-            optimizer_state=(self._state_bytes - WEIGHT_BYTES) * learning,
-            home_gradients=GRADIENT_BYTES * learning,
-        )
-
     def peak(self) -> Memory:
         return self.curve()[0]
 
     def curve(self) -> tuple[Memory, int, list[int]]:
         """Return the peak memory, the index of the peak's instruction, and the bytes after each instruction."""
-        at_home = self.at_home
         own = sum(m.tokens for m in self._batches.values())
         self._alive.add("batch", "activations", batch_bytes(own, self._everyones))
         at = -1
@@ -240,8 +236,8 @@ class MemoryWalk:
             before = self._most
             self._run(instruction)
             at = i if self._most > before else at
-            after.append(at_home.home + self._alive.total)
-        return replace(at_home, **self._largest, host=self._most_on_host), at, after
+            after.append(self.at_home.home + self._alive.total)
+        return replace(self.at_home, **self._largest, host=self._most_on_host), at, after
 
     def _measure(self, working: int) -> None:
         if self._alive.total + working > self._most:
@@ -282,14 +278,12 @@ class MemoryWalk:
     def _offload(self, instruction: Instruction) -> None:
         (saved,) = instruction.reads
         host, leaving = instruction.writes
-        m = saved.micro_batch
-        block = self._footprint(saved.block, m)
-        k = self._model.outline.index[saved.block]
-        names = {"hidden": activation(k - 1, m), "aux": aux(m), "output": activation(k, m)}
-        moved, stays = block.offloaded(self._inside_bytes(m))
+        block = self._footprint(instruction.target, instruction.batch)
+        hidden = self._hidden_bytes(instruction.batch) // (self._part.tp if self._part.sequence_parallel else 1)
+        moved, stays = block.offloaded(hidden)
         self._alive.add(leaving, "activations", 0, saved)
         self._alive.shrink(saved, "activations", block.small)
-        self._alive.add(host, "activations", block.small, saved, named={names[keep] for keep in stays})
+        self._alive.add(host, "activations", block.small, saved, named=self._kept(instruction, stays))
         self._on_host[host] = moved
         self._most_on_host = max(self._most_on_host, sum(self._on_host.values()))
 
@@ -321,20 +315,14 @@ class MemoryWalk:
         self._fly(exchange_name(Op.PUSH, name), size, *kept)
         self._alive.drop(total)
 
-    def _traffic_of(self, op: Op, name: str) -> BucketTraffic:
-        if (op, name) not in self._known_traffic:
-            users = self._users[op, name]
-            bucket = self._buckets[bucket_of(name)]
-            self._known_traffic[op, name] = self._traffic.of(bucket, users, [self._kind(ranks) for ranks in users])
-        return self._known_traffic[op, name]
-
-    def _kind(self, ranks: tuple[int, ...]) -> GradientKind:
-        split = self._stages[ranks[0]].kind.sequence_parallel
-        return GradientKind.PARTIAL if split else GradientKind.REPLICA
+    def _find_traffic(self, op: Op, name: str) -> BucketTraffic:
+        users = self._users[op, name]
+        splits = (self._stages[ranks[0]].kind.sequence_parallel for ranks in users)
+        kinds = [GradientKind.PARTIAL if split else GradientKind.REPLICA for split in splits]
+        return self._traffic.of(self._buckets[bucket_of(name)], users, kinds)
 
     def _forward(self, instruction: Instruction) -> None:
-        m = instruction.micro_batch
-        assert m is not None
+        m = instruction.batch
         if instruction.target == "aux":
             self._alive.add(aux(m), "activations", self._model.aux_bytes(self._batches[m]))
             return
@@ -344,20 +332,16 @@ class MemoryWalk:
         self._measure(block.forward + part)
         self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else block.output)
         if len(instruction.writes) > 1:
-            hidden = next((v for v in instruction.reads if v.kind is ValueKind.ACTIVATION), "")
-            names = {"hidden": "" if enters else hidden, "aux": aux(m), "output": instruction.writes[0]}
-            shared = (names[keep] for keep in block.keeps)
+            shared = self._kept(instruction, block.keeps - {"hidden"} if enters else block.keeps)
             own = block.saved + (part if "hidden" in block.keeps else 0)
             self._alive.add(instruction.writes[1], "activations", own, *shared)
 
     def _backward(self, instruction: Instruction) -> None:
-        m = instruction.micro_batch
-        assert m is not None
+        m = instruction.batch
         block = self._footprint(instruction.target, m)
         enters, leaves = self._borders(instruction.target)
         part = self._hidden_bytes(m) // self._part.tp if leaves else 0
         sums = [v for v in instruction.writes if v.kind is ValueKind.GRADIENTS and v not in self._alive]
-        assert self._stage is not None
         if self._model.adds(instruction.target, self._part):  # gradient sums exist during the computation
             self._begin_sums(sums)
         work = instruction.work
@@ -376,14 +360,22 @@ class MemoryWalk:
         self._measure(0 if work is Work.INPUT_GRADIENT else block.gradients)
 
     def _postpone(self, instruction: Instruction, halves: HalvesFootprint) -> None:
-        k = self._model.outline.index[instruction.target]
-        m = instruction.micro_batch
-        assert m is not None
-        tangent = activation_gradient(k, m)
-        names = {"hidden": activation(k - 1, m), "aux": aux(m), "output": activation(k, m), "tangent": tangent}
-        named = {names[keep] for keep in halves.keeps}
+        tangent = activation_gradient(self._model.outline.index[instruction.target], instruction.batch)
         later = instruction.writes[-1]
+        named = self._kept(instruction, halves.keeps)
         self._alive.add(later, "activations", halves.postponed, instruction.reads[0], tangent, named=named)
+
+    def _kept(self, instruction: Instruction, keeps: frozenset[str]) -> set[str]:
+        """Return the values of `Footprint.keeps` or `HalvesFootprint.keeps`."""
+        k = self._model.outline.index[instruction.target]
+        m = instruction.batch
+        names = {
+            "hidden": activation(k - 1, m),
+            "aux": aux(m),
+            "output": activation(k, m),
+            "tangent": activation_gradient(k, m),
+        }
+        return {names[keep] for keep in keeps}
 
     def _begin_sums(self, values: Sequence[Value]) -> None:
         for value in values:
@@ -406,9 +398,6 @@ class MemoryWalk:
 
     def _hidden_bytes(self, m: int) -> int:
         return self._batches[m].tokens * self._model.hidden_bytes
-
-    def _inside_bytes(self, m: int) -> int:
-        return self._hidden_bytes(m) // (self._part.tp if self._part.sequence_parallel else 1)
 
     def _borders(self, block: str) -> tuple[bool, bool]:
         """Return whether sequence-parallel ranks receive a block's entire input and send its entire output."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
+from hydragraph.cost.block_pieces import GRADIENT_BYTES as GRADIENT_BYTES
 from hydragraph.ir.layout import GradientKind, Ints, Layout, propagation
 from hydragraph.ir.link import Slices, copy, hand_on, is_all_gather, reduce, stays, sums_stay
 from hydragraph.ir.parameter import Bucket
 
 WEIGHT_BYTES = 4  # home weights are fp32
-GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
 
 HomeOf = Callable[[Bucket], Layout]
 
@@ -106,9 +107,11 @@ class HomeTraffic:
         home_of: function that returns a bucket's owners, one object for equal owners.
     """
 
-    def __init__(self, home_of: HomeOf) -> None:
+    def __init__(self, buckets: Sequence[Bucket], home_of: HomeOf) -> None:
         self.home_of = home_of
         self._known: dict[object, BucketTraffic] = {}
+        self._buckets = buckets
+        self.owned = cache(self._owned)
 
     def of(self, bucket: Bucket, stages: Sequence[tuple[int, ...]], kinds: Sequence[GradientKind]) -> BucketTraffic:
         owners = self.home_of(bucket)
@@ -117,6 +120,15 @@ class HomeTraffic:
             kinds_by_stage = [{parameter.name: kind for parameter in bucket.parameters} for kind in kinds]
             self._known[key] = BucketTraffic(owners, propagation(bucket, stages, kinds_by_stage))
         return self._known[key]
+
+    def _owned(self, rank: int, learning: bool | None = None) -> int:
+        """Return the number of elements that a rank owns; `learning` selects trained or frozen elements."""
+        layouts = (row for row in self._layouts.items() if learning in (None, row[0][1]))
+        return sum(count * owners.local_size(rank) for (owners, _), count in layouts)
+
+    @cached_property
+    def _layouts(self) -> Counter[tuple[Layout, bool]]:
+        return Counter((self.home_of(bucket), bucket.learns) for bucket in self._buckets)
 
 
 def _copied(slices: Slices, at: Ints) -> int:

@@ -185,7 +185,9 @@ def test_micro_batches_as_long_as_they_may_be_fit_in_whatever_turns_they_come(
     batches = micro_batches_of(strategy, Assignment.even(counts, longest))
     shared = [rank for rank in range(4) if len(strategy.places(rank)) > 1]
     walks = [
-        MemoryWalk(found.blocks, strategy, batches, r, 4, messages=False, traffic=HomeTraffic(found.home_of))
+        MemoryWalk(
+            found.blocks, strategy, batches, r, 4, messages=False, traffic=HomeTraffic(found.buckets, found.home_of)
+        )
         for r in shared
     ]
     # Memory that a micro-batch keeps from start to end is added to that of `max_len`: ids, positions and labels,

@@ -70,7 +70,7 @@ def test_what_is_handed_on_is_staged_where_it_lies_apart() -> None:
 
 def test_buckets_of_equal_form_share_their_traffic() -> None:
     owners = home(SIZE, range(2))
-    traffic = HomeTraffic(lambda _: owners)
+    traffic = HomeTraffic((), lambda _: owners)
     other = Bucket("c", (Parameter("v", (8, 8), (), ShardRule(0, (8,))),), ("c",))
     partial, replica = GradientKind.PARTIAL, GradientKind.REPLICA
     first = traffic.of(BUCKET, ((0,), (1,)), [replica, replica])

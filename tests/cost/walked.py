@@ -27,7 +27,7 @@ def rank_memory(
     over: Mapping[int, Sequence[str]] | None = None,
 ) -> Memory:
     """Return a rank's peak in one training iteration; for the arguments, see `MemoryWalk`."""
-    traffic = HomeTraffic(HomeLayouts(home or Home(), ranks).of)
+    traffic = HomeTraffic(blocks.buckets, HomeLayouts(home or Home(), ranks).of)
     return MemoryWalk(
         blocks, strategy, micro_batches, rank, ranks, messages=messages, traffic=traffic, over=over
     ).peak()
