@@ -64,6 +64,7 @@ class Roofline:
 
 Product = tuple[float, int, int]  # (uses per token of a weight [n, k], n, k)
 ROOFLINE = Roofline()
+UNIFORM = Roofline(1.0, 0.0, math.inf, 0.0)  # all operations reach the same fraction of the peak
 KERNELS = 2  # kernels per product: the product, and fused element-wise operators
 # AdamW reads four fp32 numbers per element and writes three.
 UPDATE_BYTES = 28
@@ -93,7 +94,8 @@ def datasheet(
     for name, device in cluster.types.items():
         sheet = known(device.flops_per_s, device.memory_bytes_per_s, name)
         most = efficiency if efficiency is not None else sheet.reached if sheet else UNKNOWN
-        rates = _Rates(device.flops_per_s * most, device.memory_bytes_per_s, program.dtype.itemsize, efficiency is None)
+        kernels = ROOFLINE if efficiency is None else UNIFORM
+        rates = _Rates(device.flops_per_s * most, device.memory_bytes_per_s, program.dtype.itemsize, kernels)
         what = f"{most:.0%} of {device.flops_per_s / 1e12:.4g} TFLOP/s"
         pieces = {
             kind: {AUX: aux} | {t: _piece(program, block, kind, rates, compiled) for t, block in blocks.items()}
@@ -130,30 +132,25 @@ class _Rates:
     flops_per_s: float
     bytes_per_s: float
     itemsize: int
-    roofline: bool
+    kernels: Roofline
 
     def product(self, n: int, k: int) -> float:
-        seconds = 2 * n * k / self.flops_per_s
-        if not self.roofline:
-            return seconds
-        moved = (n + k) * self.itemsize / (self.bytes_per_s * ROOFLINE.memory)
-        return seconds * self._slower(n, k) + moved
+        moved = (n + k) * self.itemsize / (self.bytes_per_s * self.kernels.memory)
+        return 2 * n * k / self.flops_per_s * self._slower(n, k) + moved
 
     def _slower(self, n: int, k: int) -> float:
-        return (1 + ROOFLINE.half / n) * (1 + ROOFLINE.half / k)
+        return (1 + self.kernels.half / n) * (1 + self.kernels.half / k)
 
     def products(self, products: Iterable[Product]) -> float:
         return sum(times * self.product(n, k) for times, n, k in products)
 
     @property
     def attention(self) -> float:
-        return self.flops_per_s * (ROOFLINE.attention if self.roofline else 1.0)
+        return self.flops_per_s * self.kernels.attention
 
     def fixed(self, products: Sequence[Product]) -> float:
-        if not self.roofline:
-            return 0.0
         operations = sum(2 * times * n * k * self._slower(n, k) for times, n, k in products)
-        return KERNELS * len(products) * ROOFLINE.launch_s + ROOFLINE.half * operations / self.flops_per_s
+        return KERNELS * len(products) * self.kernels.launch_s + self.kernels.half * operations / self.flops_per_s
 
 
 def _held(block: Block, kind: StageKind, compiled: VariantOf | None) -> MemoryLines | None:

@@ -10,8 +10,7 @@ import pytest
 from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.costed_work import CostedWork
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.datasheet import _Rates, datasheet, operations
-from hydragraph.cost.timeline import simulate
+from hydragraph.cost.datasheet import ROOFLINE, _Rates, datasheet, operations
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.program import Program
 from hydragraph.passes.variants import Variants
@@ -204,7 +203,7 @@ def test_a_roofline_is_slower_than_its_peak_and_nears_it_for_large_products() ->
         for slower, faster in ((found.forward, piece.forward), (found.backward, piece.backward)):
             assert slower.b >= faster.b
             assert slower.a >= faster.a
-    rates = _Rates(1e14, 1e12, 2, roofline=True)
+    rates = _Rates(1e14, 1e12, 2, ROOFLINE)
     times = [rates.product(n, n) / (2 * n * n / 1e14) for n in (256, 4096, 65536)]
     assert times[0] > times[1] > times[2] > 1
     assert times[2] < 1.05
