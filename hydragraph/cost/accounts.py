@@ -5,15 +5,15 @@ A wait for a message counts as `LATE` until every rank in the transfer has start
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from hydragraph.cost.timeline import Timeline
 from hydragraph.cost.trace_file import TraceEvent
-from hydragraph.ir.instruction import Instruction, Op, Stream
+from hydragraph.ir.instruction import RULES, Instruction, Op, Stream
 from hydragraph.ir.instruction_text import parse_instruction
-from hydragraph.ir.value import Value, ValueKind, gradients, parse_value, weights
+from hydragraph.ir.value import ValueKind, gradients, parse_value, weights
 
 
 class TimeKind(Enum):
@@ -32,18 +32,11 @@ class TimeKind(Enum):
 CAUSES = tuple(kind for kind in TimeKind if kind is not TimeKind.LATE)
 TRANSFERS = (TimeKind.PULL, TimeKind.PUSH, TimeKind.P2P)
 
-_OF_OP = {
-    Op.FORWARD: TimeKind.FORWARD,
-    Op.BACKWARD: TimeKind.BACKWARD,
-    Op.PULL: TimeKind.PULL,
-    Op.PUSH: TimeKind.PUSH,
-    Op.SEND: TimeKind.P2P,
-    Op.RECEIVE: TimeKind.P2P,
-    Op.OFFLOAD: TimeKind.OFFLOAD,
-    Op.FETCH: TimeKind.OFFLOAD,
-    Op.UPDATE: TimeKind.UPDATE,
-    Op.COMMIT: TimeKind.COMMIT,
-    Op.FREE: TimeKind.OTHER,
+# Kinds have the names of streams or, for the compute stream, of operations.
+_OF_OP = {Op.FREE: TimeKind.OTHER} | {
+    op: TimeKind[(op if rule.stream is Stream.COMPUTE else rule.stream).name]
+    for op, rule in RULES.items()
+    if op is not Op.FREE
 }
 _OF_KIND = {
     ValueKind.WEIGHTS: TimeKind.PULL,
@@ -94,24 +87,16 @@ def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccoun
     return tuple(account for account, _ in measured)
 
 
-def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], float]:
+def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> dict[str, float]:
     began: dict[str, float] = {}
     for events in ranks:
         for event in events:
             if event.stream != Stream.COMPUTE.value:
                 began[event.name] = max(event.begin, began.get(event.name, event.begin))
-
-    def of(value: Value, rank: int) -> float:
-        # Events of activations name the receiver (`h2.0>3`).
-        name = f"{value}>{rank}" if value.kind in (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT) else value
-        return began.get(name, float("-inf"))
-
-    return of
+    return began
 
 
-def _measured(
-    rank: int, events: Sequence[TraceEvent], issued: Callable[[Value, int], float]
-) -> tuple[TimeAccount, float]:
+def _measured(rank: int, events: Sequence[TraceEvent], issued: Mapping[str, float]) -> tuple[TimeAccount, float]:
     """Return a rank's account without the commit, and the commit's seconds."""
     computing = sorted((e for e in events if e.stream == Stream.COMPUTE.value), key=lambda e: (e.begin, -e.end))
     sums = TimeAccount()
@@ -119,11 +104,12 @@ def _measured(
     for event, own in _own(computing):
         if event.name.startswith("wait "):
             value = parse_value(event.name.removeprefix("wait "))
+            # Events of activations name the receiver (`h2.0>3`).
+            to_rank = value.kind in (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT)
+            since = issued.get(f"{value}>{rank}" if to_rank else value)
             kind = _OF_KIND.get(value.kind, TimeKind.P2P)
-            since = issued(value, rank)
-            was_issued = since > float("-inf")
-            sums.add_wait(kind, event.begin, event.end, since if was_issued else event.begin)
-            if was_issued and event.end > max(event.begin, since):
+            sums.add_wait(kind, event.begin, event.end, event.begin if since is None else since)
+            if since is not None and event.end > max(event.begin, since):
                 sums.transfers[value] = event.end - since
             continue
         kind = _OF_OP[parse_instruction(event.name, 0).op]

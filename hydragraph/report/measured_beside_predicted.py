@@ -103,7 +103,8 @@ class RunComparison:
             ratios = {}
             for (kind, rank), ratio in step.ratios().items():
                 rate = 1.0 if kind in (*TRANSFERS, TimeKind.COMMIT) else health.rate(rank)
-                ratios[kind, rank] = ratio * self.before.factor(kind, _of(kind, self.types[rank])) * rate
+                type_ = None if kind in TRANSFERS else self.types[rank]
+                ratios[kind, rank] = ratio * self.before.factor(kind, type_) * rate
             corrections = corrections.with_step(ratios)
         return corrections
 
@@ -175,10 +176,6 @@ class RunComparison:
                 attributes_of(step, "step", "strategy", "seconds", "measured_s", "predicted_s") for step in self.steps
             ],
         }
-
-
-def _of(kind: TimeKind, type_: str) -> str | None:
-    return None if kind in TRANSFERS else type_
 
 
 def _together(kind: TimeKind, rows: Iterable[ComparedSeconds]) -> ComparedSeconds:
