@@ -161,11 +161,7 @@ class Costs(Pricing):
             Unsupported: a kind of stage was not measured, or a stage has a lost rank.
             ValueError: the pipeline and the model differ in their number of layers.
         """
-        if pipeline.layers != self.outline.layers:
-            raise ValueError(
-                f"profile {self.profile.name} was measured on a model of {self.outline.layers} layers, but the "
-                f"pipeline has {pipeline.layers}: measure this model with hydragraph profile"
-            )
+        self.profile.check_layers(pipeline)
         limit = self.max_len(pipeline, strategy) if limit is None else limit
         return self._pipeline(pipeline, self.stages(pipeline), limit, schedule)
 
@@ -311,7 +307,7 @@ class Costs(Pricing):
         """
         costs = self.of_strategies(strategy)
         batches = micro_batches_of(strategy, assignment or self._filled(strategy))
-        return tuple(self.walk(strategy, batches, rank).peak() for rank in range(self.ranks))
+        return tuple(costs.walk(strategy, batches, rank).peak() for rank in range(self.ranks))
 
 
 # Instructions do not depend on costs or on owners of the state.

@@ -126,7 +126,7 @@ class EventSimulation:
         self._flows = Flows()
         self._group = group.tolist()
         self._actors = [_Progress(a, actor, work) for a, actor in enumerate(actors)]
-        self._meetings: dict[tuple[int, str], _Meeting] = {}
+        self._meeting = cache(self._new_meeting)
         self._committing: dict[int, tuple[float, int, int, int]] = {}
         self._dirty = deque(self._actors)
 
@@ -280,19 +280,11 @@ class EventSimulation:
             _, ready, cause = meeting.entered[last]
             self._begin(self._actors[b], i, ready, cause, float(passage.seconds[b]), passage.occupied[b])
 
-    def _meeting(self, queue: int, bucket: str) -> _Meeting:
-        if (queue, bucket) not in self._meetings:
-            moved = (
-                self._work.handed_on(bucket)
-                if queue == _HAND
-                else self._work.moved(Op.PULL if queue == _PULL else Op.PUSH, bucket)
-            )
-            passage = self._passage(moved)
-            count = len(self._actors)
-            self._meetings[queue, bucket] = _Meeting(
-                passage, passage.partners.sum(1), np.full(count, -1.0), np.full(count, -1), {}
-            )
-        return self._meetings[queue, bucket]
+    def _new_meeting(self, queue: int, bucket: str) -> _Meeting:
+        op = Op.PULL if queue == _PULL else Op.PUSH
+        passage = self._passage(self._work.handed_on(bucket) if queue == _HAND else self._work.moved(op, bucket))
+        count = len(self._actors)
+        return _Meeting(passage, passage.partners.sum(1), np.full(count, -1.0), np.full(count, -1), {})
 
     def _finish(self, own: _Progress, i: int, now: float) -> None:
         op = own.program.instructions[i].op

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -151,8 +152,7 @@ class _Choice:
             dict(place(question.outline, strategy, [1] * len(strategy.pipelines)).holders)
             for strategy in question.strategies
         ]
-        buckets_by_key: dict[object, list[Bucket]] = {}
-        users: dict[object, dict[int, Stages]] = {}
+        buckets_by_key: dict[tuple[Any, ...], list[Bucket]] = {}
         for bucket in question.buckets:
             used = {
                 number: strategy_holders[bucket.name]
@@ -162,8 +162,7 @@ class _Choice:
             if used and bucket.name not in without:
                 key = (bucket.form, bucket.learns, tuple(used.items()))
                 buckets_by_key.setdefault(key, []).append(bucket)
-                users[key] = used
-        return [BucketClass(tuple(buckets), users[key]) for key, buckets in buckets_by_key.items()]
+        return [BucketClass(tuple(buckets), dict(key[-1])) for key, buckets in buckets_by_key.items()]
 
     def _mixed(self, each: BucketClass) -> bool:
         cluster = self._question.cluster

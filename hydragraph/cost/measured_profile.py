@@ -231,19 +231,17 @@ class Profile:
             ValueError: the file is not a profile.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(data, dict):
+                raise TypeError(f"{type_text(data)}, not an object")
+            profile: Profile = profile_record.loaded(cls, data)
+            return profile
         except FileNotFoundError:
             raise FileNotFoundError(f"{path} does not exist; write a profile with hydragraph profile") from None
         except (IsADirectoryError, UnicodeDecodeError):
             raise ValueError(
                 f"{path} is not a text file, but a profile is a JSON file: write one with hydragraph profile"
             ) from None
-        try:
-            data = json.loads(text)
-            if not isinstance(data, dict):
-                raise TypeError(f"{type_text(data)}, not an object")
-            profile: Profile = profile_record.loaded(cls, data)
-            return profile
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a profile ({error!r}): write one with hydragraph profile") from error
 
@@ -256,6 +254,14 @@ class Profile:
         if self.blocks:
             return len(self.blocks) - 2
         return self.memory.layers if self.memory is not None else None
+
+    def check_layers(self, pipeline: Pipeline) -> None:
+        """Raise a ValueError if the pipeline and the model differ in their number of layers."""
+        if self.layers is not None and pipeline.layers != self.layers:
+            raise ValueError(
+                f"profile {self.name} was measured on a model of {self.layers} layers, but the pipeline has "
+                f"{pipeline.layers}: measure this model with hydragraph profile"
+            )
 
     def constants(self, scheme: Scheme) -> Constants:
         """Return the constants of a scheme.
@@ -318,13 +324,11 @@ class Profile:
             Unsupported: the stages are not equal, the scheme was not measured, or a fit failed.
             ValueError: the pipeline and the model differ in their number of layers.
         """
-        if self.layers is not None and pipeline.layers != self.layers:
-            raise ValueError(
-                f"profile {self.name} was measured on a model of {self.layers} layers, but the pipeline has "
-                f"{pipeline.layers}: measure this model with hydragraph profile"
-            )
-        scheme = _scheme_of(pipeline)
-        if scheme is None:
+        self.check_layers(pipeline)
+        scheme = pipeline.stages[0].tp, len(pipeline.stages)
+        regular = regular_pipeline(*scheme, pipeline.layers, 0)
+        one, other = ([(s.kind, s.layers) for s in each.stages] for each in (pipeline, regular))
+        if one != other or pipeline.interleaved:
             raise self._unsupported(
                 "the constants are of whole schemes (tp, pp), not of blocks",
                 remedy="use regular pipelines (<tp2,pp4>), or measure the model with hydragraph profile",
@@ -351,10 +355,3 @@ class Profile:
 
 def _alike(k: Constants) -> StageCost:
     return StageCost((((1 / 3, k),),), (((2 / 3, k),),))
-
-
-def _scheme_of(pipeline: Pipeline) -> Scheme | None:
-    scheme = pipeline.stages[0].tp, len(pipeline.stages)
-    regular = regular_pipeline(*scheme, pipeline.layers, 0)
-    one, other = ([(s.kind, s.layers) for s in each.stages] for each in (pipeline, regular))
-    return scheme if one == other and not pipeline.interleaved else None

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from hydragraph.cost.block_pieces import Constants
 from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
-from hydragraph.cost.published_memory import MemoryModel
 from hydragraph.spec.home import Home
 from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
@@ -33,8 +32,6 @@ class CostedSchemes:
         self.name = profile.name
         self.schemes: Mapping[Scheme, Constants] = {scheme: profile.constants(scheme) for scheme in chosen}
         self.failed = profile.failed
-        self.limits = profile.limits
-        self.memory: MemoryModel | None = None  # `Costs` computes the memory
         self._placed = cache(costs.pipeline)
         self._charge = cache(lambda schemes: costs.fixed(self._strategy(schemes)))
 

@@ -315,8 +315,8 @@ def parts_of(
 
 def _memory_use(profile: Schemes, scheme: Scheme, devices: int) -> MemoryUse:
     limits = (profile.max_len(scheme, devices), profile.util_len(scheme))
-    memory = profile.memory
-    if memory is None or scheme in profile.limits:
+    memory = profile.memory if isinstance(profile, Profile) and scheme not in profile.limits else None
+    if memory is None:
         return MemoryUse(scheme, devices, *limits, None, None, None, None)
     reserved = memory.margin + memory.gap_bytes(scheme)
     states = memory.states_bytes(scheme, devices)

@@ -89,8 +89,7 @@ def line_chart(
             line = tag("path", d=f"M{place:.1f} {TOP}V{HEIGHT - BOTTOM}")
             head = tag("path", d=f"M{place - 4:.1f} {TOP - 8}h8l-4 7z", class_="head")
             drawn.append(tag("g", tag("title", mark.title), line, head, class_=f"mark {mark.style}"))
-    for curve in series:
-        drawn.append(_series(curve, at, show))
+    drawn += [_series(curve, at, show) for curve in series]
     picture = tag("svg", *drawn, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label, class_="chart")
     return tag("figure", tag("figcaption", tag("b", y_name), legend(series)), tag("div", picture, class_="scroll"))
 
