@@ -234,9 +234,9 @@ class Pricing:
         before: tuple[Counter[float], Counter[float]] = (Counter(), Counter())
         hidden = 0.0
         for piece in blocks:
-            before[0].update(piece.before_sums[: piece.reduced[0]])
+            before[0].update(piece.before_sums[: int(piece.reduced[0])])  # benchmarks price fractions of a sum
         for piece in learning:
-            backward_s = piece.before_sums[piece.reduced[0] :]
+            backward_s = piece.before_sums[int(piece.reduced[0]) :]
             before[1].update(backward_s)
             for product_s, during_s in zip_longest(backward_s, piece.during_sums, fillvalue=0.0):
                 hidden += min(one - min(one, product_s) * (1 - 1 / pieces), during_s)
