@@ -30,6 +30,7 @@ class CompiledBlocks:
     """
 
     def __init__(self, program: Program, compiled: VariantOf) -> None:
+        self._arguments = program, compiled
         blocks = {b.name: b for b in program.blocks}
         self._footprint = cache(footprint)
         self._halves = cache(halves_footprint)
@@ -40,6 +41,9 @@ class CompiledBlocks:
         self.itemsize = program.dtype.itemsize
         self.push_itemsize = program.push_dtype.itemsize
         self.hidden_bytes = token_bytes(program.templates[program.blocks[0].template].graph)
+
+    def __reduce__(self) -> tuple[type[CompiledBlocks], tuple[Program, VariantOf]]:  # without caches
+        return CompiledBlocks, self._arguments
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
         return self._footprint(self._variant(block, part), StagePart(part.kind), batch)

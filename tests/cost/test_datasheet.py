@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -186,7 +187,9 @@ def test_with_compiled_graphs_it_has_the_memory_of_blocks() -> None:
     plain = datasheet(program, devices)
     compiled = datasheet(program, devices, degrees=[1], compiled=variants.get)
     found = Costs(compiled, devices).memory(strategy, assignment)
-    exact = Costs(plain, devices, blocks=CompiledBlocks(program, variants.get)).memory(strategy, assignment)
+    costs = Costs(plain, devices, blocks=CompiledBlocks(program, variants.get))
+    exact = costs.memory(strategy, assignment)
+    assert pickle.loads(pickle.dumps(costs)).memory(strategy, assignment) == exact
     without = Costs(plain, devices).memory(strategy, assignment)
     for one, two, none in zip(found, exact, without, strict=True):
         assert one.total == pytest.approx(two.total, rel=0.005)
