@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file knows only its own folder
+
+from benchmarks.published.dispatching import Bubble, dispatch, eq3_problem
+from benchmarks.published.packing import pack_pipeline
 from hydragraph import planner
 from hydragraph.cost.measured_profile import Profile, Scheme
 from hydragraph.planner.assignment import local_search
-from hydragraph.planner.assignment.problem import Bubble, problem_of
 from hydragraph.planner.assignment.spread_search import longest_first, value
-from hydragraph.planner.exact.packing import pack_pipeline
 from hydragraph.planner.generators.hydraulis import PIPELINE_STEPS, Histogram, histogram, least
 
 T = TypeVar("T")
@@ -139,7 +142,7 @@ def gaps(found: Sequence[float], bounds: Sequence[float]) -> str:
 
 def descended(schemes: Sequence[Scheme], case: Case, lengths: Lengths, bubble: Bubble) -> float:
     """Return longest first with local search."""
-    given = problem_of(case.profile.pipelines(schemes), lengths, bubble=bubble)
+    given = eq3_problem(case.profile.pipelines(schemes), lengths, bubble)
     placed = longest_first(given)
     local_search.descend(placed, given.instance, np.zeros(len(given.pipelines)))
     return value(given, placed)
@@ -152,14 +155,14 @@ def dispatch_rows(case: Case) -> list[Row]:
         schemes, batches = MIX * (devices // 64), case.iterations(tokens)
         paper, target = (5.46, 0.5) if devices == 64 else (38.56, 5.0)
         for bubble in ("constant", "longest"):
-            took, found = timed(lambda: [planner.dispatch(schemes, case.profile, b, bubble=bubble) for b in batches])  # type: ignore[arg-type]  # noqa: B023
+            took, found = timed(lambda: [dispatch(schemes, case.profile, b, bubble=bubble) for b in batches])  # type: ignore[arg-type]  # noqa: B023
             ours, bounds = [f.seconds for f in found], [f.bound for f in found]
             allowed = {64: "0.5 %", 1024: "1 %"}[devices] if bubble == "constant" else "report"
             name = f"dispatch, {devices} devices, {bubble} bubble"
             rows.append(Row(name, paper, target, took, f"above bound: {gaps(ours, bounds)}, must: {allowed}"))
             for method in ("greedy", "longest first"):
                 other_took, others = timed(
-                    lambda: [planner.dispatch(schemes, case.profile, b, bubble=bubble, method=method) for b in batches]  # type: ignore[arg-type]  # noqa: B023
+                    lambda: [dispatch(schemes, case.profile, b, bubble=bubble, method=method) for b in batches]  # type: ignore[arg-type]  # noqa: B023
                 )
                 theirs = [o.seconds for o in others]
                 rows.append(Row(f"  {method}", None, None, other_took, compared(ours, theirs, bounds)))
@@ -186,7 +189,7 @@ def packing_rows(case: Case) -> list[Row]:
         shares = [
             (pipeline, [batch[i] for i in share])
             for batch in batches
-            for pipeline, share in zip(pipelines, planner.dispatch(schemes, case.profile, batch).pipelines, strict=True)
+            for pipeline, share in zip(pipelines, dispatch(schemes, case.profile, batch).pipelines, strict=True)
             if share
         ]
         took, found = timed(lambda: [pack_pipeline(pipeline, share) for pipeline, share in shares])  # noqa: B023
@@ -245,7 +248,7 @@ def warm_up(case: Case) -> Timed:
         lengths = case.lengths(40, np.random.default_rng(1))
         planner.propose(case.profile, lengths, 64, CONTEXT)
         for method in ("search", "greedy"):
-            planner.dispatch(MIX, case.profile, lengths, method=method)  # type: ignore[arg-type]
+            dispatch(MIX, case.profile, lengths, method=method)  # type: ignore[arg-type]
         pack_pipeline(case.profile.pipelines(MIX)[0], lengths)
         planner.choose([MIX], case.profile, lengths)
 

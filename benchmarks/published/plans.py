@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.published.dispatching import dispatch
 from benchmarks.published.rivals import Spent, charge
 from benchmarks.published.workload import Lengths, fixed_length, pipeline_seconds
 from hydragraph import planner
 from hydragraph.cost.measured_profile import Profile, Scheme
 from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment, assign_pipelines, bounded_pipelines
 from hydragraph.planner.assignment.best_candidate import compare_pipelines
-from hydragraph.planner.exact.dispatching import dispatch
 
 Candidate = tuple[Scheme, ...]
 

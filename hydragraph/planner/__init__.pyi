@@ -6,10 +6,6 @@ from hydragraph.planner.assignment.best_candidate import Choice as Choice
 from hydragraph.planner.assignment.best_candidate import Verdict as Verdict
 from hydragraph.planner.assignment.best_candidate import choose as choose
 from hydragraph.planner.assignment.best_candidate import compare as compare
-from hydragraph.planner.exact.dispatching import Dispatch as Dispatch
-from hydragraph.planner.exact.dispatching import dispatch as dispatch
-from hydragraph.planner.exact.packing import Packing as Packing
-from hydragraph.planner.exact.packing import pack as pack
 from hydragraph.planner.generators.hydraulis import propose as propose
 from hydragraph.planner.improve_schemes import homogeneous as homogeneous
 from hydragraph.planner.improve_schemes import refine as refine

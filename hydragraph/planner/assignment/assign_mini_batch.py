@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -31,7 +32,15 @@ from hydragraph.planner.assignment.local_search import Floats, Ints
 from hydragraph.planner.assignment.micro_batches import SUM, form_in_order
 from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 from hydragraph.planner.assignment.schedule_search import TASKS, Sequences, ends_of, improve
-from hydragraph.planner.assignment.spread_search import SearchEffort, bounded, ends, kicked, longest_first, search
+from hydragraph.planner.assignment.spread_search import (
+    SearchEffort,
+    bounded,
+    ends,
+    kicked,
+    longest_first,
+    rounded,
+    search,
+)
 from hydragraph.spec.assignment import Assignment
 
 ROUNDS = 3
@@ -63,15 +72,24 @@ def assign(
     profile: Profile,
     lengths: Sequence[int],
     *,
-    effort: SearchEffort | None = None,
+    method: Literal["search", "exact"] = "search",
     seed: int = 0,
 ) -> PlannedAssignment:
     """Assign every sequence to a pipeline and a micro-batch, minimizing the last pipeline's end time.
 
     Args:
         lengths: tokens of each sequence; empty sequences are skipped.
+        method: "exact" solves Hydraulis's integer programs, Eq. 3 and then Eq. 1, through cvxpy (slow).
     """
-    return assign_pipelines(profile.pipelines(schemes), lengths, effort=effort, seed=seed)
+    pipelines = profile.pipelines(schemes)
+    if method == "search":
+        return assign_pipelines(pipelines, lengths, seed=seed)
+    from hydragraph.planner.exact.integer_programs import exact_assignment
+
+    assignment = exact_assignment(pipelines, lengths)
+    ends = tuple(p.seconds(batches) for p, batches in zip(pipelines, assignment.tokens, strict=True))
+    bound = min(bounded_pipelines(pipelines, lengths).seconds, max(ends))
+    return PlannedAssignment(assignment.micro_batches, assignment.lengths, max(ends), bound, ends)
 
 
 def assign_pipelines(
@@ -157,7 +175,7 @@ class MicroBatchCut:
 def enveloped(start: BoundedMiniBatch, seed: int = 0) -> MicroBatchCut:
     problem = start.problem
     relaxed = start.relaxed
-    placed = search(problem, relaxed, SPREADING, seed, first=start.first, widely=False)
+    placed = search(problem, relaxed, [rounded(problem, relaxed), start.first.copy()], SPREADING, seed)
     last, estimates = formed(start, placed)
     best = last
     for round_ in range(1, ROUNDS):

@@ -18,7 +18,6 @@ Hydraulis's equations -> functions:
     Eq. 2, minimum time of a pipeline                  `finish` in mode EQ3
     Eq. 1, for V equal micro-batches                   `finish` in mode FORMED, for the best V
     Eq. 3, the last pipeline's end time                `quick_end`; reduced by `descend` and `kick`
-    Alg. 1, greedy trials in shuffled orders           `greedy`
 """
 
 from __future__ import annotations
@@ -234,57 +233,6 @@ def longest_first(instance: AssignmentArrays, start: Ints, fullest: bool) -> Int
 def quick_end(instance: AssignmentArrays) -> float:
     placed = longest_first(instance, np.zeros(len(instance.kind_of), np.int64), False)
     return max(0.0, ends_of(placed, instance).max())
-
-
-@compiled
-def greedy(orders: Ints, instance: AssignmentArrays) -> tuple[float, Ints]:
-    """Run Alg. 1 in several orders: assign each sequence to the pipeline where it least delays the latest end time.
-
-    Args:
-        orders: order of the sequences in each trial [trials, n].
-
-    Returns:
-        For the best order: the latest end time, and each sequence's pipeline.
-    """
-    cost = instance.cost
-    lengths = instance.lengths
-    kind_of = instance.kind_of
-    n = len(lengths)
-    pipelines = len(kind_of)
-    best_last = np.inf
-    best_placed = np.full(n, -1, np.int64)
-    for trial in range(len(orders)):
-        loads = np.zeros(pipelines)
-        tokens = np.zeros(pipelines)
-        longest = np.zeros(pipelines)  # in tokens
-        placed = np.full(n, -1, np.int64)
-        last = 0.0  # O_max of Alg. 1
-        for i in orders[trial]:
-            least = np.inf
-            tie = np.inf
-            chosen = -1
-            for p in range(pipelines):
-                t = kind_of[p]
-                if cost[i, t] == np.inf:
-                    continue
-                end = finish(
-                    instance.terms[t], loads[p] + cost[i, t], tokens[p] + lengths[i], max(longest[p], lengths[i])
-                )
-                grown = max(last, end)
-                if grown < least or (grown == least and end < tie):
-                    least = grown
-                    tie = end
-                    chosen = p
-            if chosen >= 0:
-                placed[i] = chosen
-                last = least
-                loads[chosen] += cost[i, kind_of[chosen]]
-                tokens[chosen] += lengths[i]
-                longest[chosen] = max(longest[chosen], lengths[i])
-        if last < best_last:
-            best_last = last
-            best_placed = placed
-    return best_last, best_placed
 
 
 @compiled

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.planner.assignment import local_search
 from hydragraph.planner.assignment.local_search import EQ3, FORMED, AssignmentArrays, Floats, Ints
 from hydragraph.planner.quick_plan import too_long
-
-Bubble = Literal["longest", "constant"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,20 +49,13 @@ class AssignmentProblem:
             of_pipeline[p].append(i)
         return tuple(map(tuple, of_pipeline))
 
-    def only(self, allowed: NDArray[np.bool_]) -> AssignmentArrays:
-        """Return an instance that limits each sequence to its allowed kinds [n, K]."""
-        return self.instance._replace(cost=np.where(allowed, self.cost, np.inf))
 
-
-def problem_of(
-    pipelines: Sequence[PipelineCost], lengths: Sequence[int], formed: bool = False, bubble: Bubble = "longest"
-) -> AssignmentProblem:
+def problem_of(pipelines: Sequence[PipelineCost], lengths: Sequence[int], formed: bool = False) -> AssignmentProblem:
     """Convert a mini-batch to arrays, skipping empty sequences.
 
     Args:
         formed: whether pipelines divide their work into micro-batches; if not, Eq. 2 of Hydraulis gives their end
             times.
-        bubble: term of Eq. 2: "longest" is (PP - 1) T(longest assigned sequence), "constant" is (PP - 1) T(MaxLen).
     """
     if not pipelines:
         raise ValueError("no pipelines: give at least one scheme")
@@ -80,7 +69,7 @@ def problem_of(
     kinds = tuple(dict.fromkeys(pipelines))
     kind_of = np.array([kinds.index(p) for p in pipelines], dtype=np.int64)
     cost = np.stack([np.where(sizes <= k.max_len, k.work(sizes), np.inf) for k in kinds], axis=1)
-    terms = np.array([_terms(k, formed, bubble) for k in kinds])
+    terms = np.array([_terms(k, formed) for k in kinds])
     terms = np.concatenate([terms, _near_terms(kinds)], axis=1)
     counts = np.bincount(kind_of, minlength=len(kinds)).astype(np.float64)
     return AssignmentProblem(tuple(pipelines), kinds, kind_of, counts, order, sizes, cost, terms)
@@ -100,8 +89,7 @@ def _near_terms(kinds: Sequence[PipelineCost]) -> Floats:
     return np.array(rows, dtype=np.float64).reshape(len(kinds), -1)
 
 
-def _terms(kind: PipelineCost, formed: bool, bubble: Bubble) -> Floats:
-    depth = float(kind.stages - 1)
+def _terms(kind: PipelineCost, formed: bool) -> Floats:
     row = np.zeros(local_search.COLUMNS)
     row[local_search.QUADRATIC] = kind.a
     row[local_search.LINEAR] = kind.b
@@ -109,11 +97,6 @@ def _terms(kind: PipelineCost, formed: bool, bubble: Bubble) -> Floats:
     row[local_search.MAX_LEN] = kind.max_len
     row[local_search.UTIL_LEN] = kind.util_len
     row[local_search.MODE] = FORMED if formed else EQ3
-    if formed:
-        row[local_search.BUBBLE] = depth
-    elif bubble == "longest":
-        row[local_search.BUBBLE] = depth
-        row[local_search.FIXED] = kind.c
-    else:
-        row[local_search.FIXED] = kind.c + depth * kind.micro_batch_seconds([kind.max_len])
+    row[local_search.BUBBLE] = float(kind.stages - 1)
+    row[local_search.FIXED] = 0.0 if formed else kind.c
     return row

@@ -1,19 +1,15 @@
-"""Search for the best assignment of a mini-batch to pipelines.
-
-The search starts from the rounded linear relaxation, longest-first assignment, the result of Hydraulis's Alg. 1, and
-longest-first assignments in which random pipelines refuse long sequences.
-"""
+"""Search for the best assignment of a mini-batch to pipelines, by local search from several assignments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hydragraph.planner.assignment import local_search
 from hydragraph.planner.assignment.bounds import Relaxation, relax
-from hydragraph.planner.assignment.local_search import AssignmentArrays, Floats, Ints
+from hydragraph.planner.assignment.local_search import Floats, Ints
 from hydragraph.planner.assignment.problem import AssignmentProblem
 
 MANY = 1024
@@ -33,12 +29,6 @@ class SearchEffort:
 
     def kicks_for(self, pipelines: int, sequences: int) -> int:
         return -(-self.kicks * 10 * MANY // (max(10, pipelines) * max(MANY, sequences)))
-
-
-# For up to 10 pipelines: numbers of shuffles for Alg. 1, and of starts in which pipelines refuse sequences.
-TRIALS = 100
-CAPS = 24
-DESCENTS = 4
 
 
 def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Floats], start: Ints) -> Relaxation:
@@ -67,32 +57,30 @@ def ends(problem: AssignmentProblem, placed: Ints) -> Floats:
     return np.asarray(local_search.ends_of(placed, problem.instance))
 
 
-def longest_first(
-    problem: AssignmentProblem, instance: AssignmentArrays | None = None, start: Ints | None = None
-) -> Ints:
-    first = np.zeros(len(problem.pipelines), np.int64) if start is None else start
-    return np.asarray(local_search.longest_first(problem.instance if instance is None else instance, first, False))
+def longest_first(problem: AssignmentProblem) -> Ints:
+    start = np.zeros(len(problem.pipelines), np.int64)
+    return np.asarray(local_search.longest_first(problem.instance, start, False))
+
+
+def rounded(problem: AssignmentProblem, relaxed: Relaxation) -> Ints:
+    """Return the longest-first assignment to the kinds of pipelines of the rounded relaxation (-1: none)."""
+    allowed = local_search.rounded(relaxed.shares)
+    return longest_first(replace(problem, cost=np.where(allowed, problem.cost, np.inf)))
 
 
 def search(
-    problem: AssignmentProblem,
-    relaxed: Relaxation,
-    effort: SearchEffort,
-    seed: int,
-    *,
-    first: Ints | None = None,
-    widely: bool = True,
+    problem: AssignmentProblem, relaxed: Relaxation, starts: Sequence[Ints], effort: SearchEffort, seed: int
 ) -> Ints:
-    """Return the best assignment found: each sequence's pipeline [n].
+    """Improve assignments, in place, and return the best: each sequence's pipeline [n].
 
     Args:
-        widely: also start from Alg. 1 and from pipelines that refuse long sequences.
+        starts: assignments, of which at least one assigns every sequence.
     """
     nothing = np.zeros(len(problem.pipelines))
     best = np.inf
-    best_placed = longest_first(problem) if first is None else first
-    starts = [placed for placed in _starts(problem, relaxed, best_placed, widely, seed) if (placed >= 0).all()]
-    for placed in sorted(starts, key=lambda placed: value(problem, placed))[:DESCENTS]:
+    fitting = [placed for placed in starts if (placed >= 0).all()]
+    best_placed = fitting[0]
+    for placed in sorted(fitting, key=lambda placed: value(problem, placed)):
         end = local_search.descend(placed, problem.instance, nothing)
         if end < best:
             best = end
@@ -110,23 +98,3 @@ def kicked(
     enough = relaxed.seconds * (1 + effort.enough)
     local_search.kick(improved, problem.instance, extra, kicks, enough, seed)
     return improved
-
-
-def _starts(problem: AssignmentProblem, relaxed: Relaxation, first: Ints, widely: bool, seed: int) -> list[Ints]:
-    starts = [longest_first(problem, problem.only(local_search.rounded(relaxed.shares))), first.copy()]
-    if not widely:
-        return starts
-    random = np.random.default_rng(seed)
-    n = len(problem.lengths)
-    pipelines = len(problem.pipelines)
-    trials = -(-TRIALS * 10 // max(10, pipelines))
-    caps = -(-CAPS * 10 // max(10, pipelines))
-    orders = np.argsort(random.random((trials, n)), axis=1)
-    starts.append(local_search.greedy(orders, problem.instance)[1])
-    if problem.terms[:, local_search.BUBBLE].any():
-        for _ in range(caps):
-            capped = random.random(pipelines) < random.random()
-            start = np.where(capped, (n * random.random(pipelines) ** 2).astype(np.int64), 0)
-            start[problem.kind_of == int(np.argmax([k.max_len for k in problem.kinds]))] //= 2
-            starts.append(longest_first(problem, start=start))
-    return starts

@@ -2,6 +2,7 @@
 
 Eq. 3, with each pipeline's end time by Eq. 2    `exact_dispatch`
 Eq. 1, one program for each V of Appendix C      `exact_packing`
+Eq. 3, then Eq. 1 for each pipeline              `exact_assignment`
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.errors import Unsupported
 from hydragraph.planner.assignment.local_search import BUBBLE, FIXED, Floats, Ints
 from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
+from hydragraph.spec.assignment import Assignment
 
 
 def cvxpy_with(solver: str, where: str, otherwise: str) -> Any:
@@ -33,6 +35,15 @@ def cvxpy_with(solver: str, where: str, otherwise: str) -> Any:
 
 def _cvxpy() -> Any:
     return cvxpy_with("HIGHS", 'method="exact"', "method='search'")
+
+
+def exact_assignment(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Assignment:
+    problem = problem_of(pipelines, lengths)
+    micro_batches = []
+    for pipeline, share in zip(pipelines, problem.shares(exact_dispatch(problem)), strict=True):
+        batches, _ = exact_packing(pipeline, [lengths[i] for i in share])
+        micro_batches.append(tuple(tuple(share[i] for i in batch) for batch in batches))
+    return Assignment(tuple(micro_batches), tuple(map(int, lengths)))
 
 
 def exact_dispatch(problem: AssignmentProblem) -> Ints:

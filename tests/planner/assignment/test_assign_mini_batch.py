@@ -25,9 +25,9 @@ from hydragraph.planner.assignment.assign_mini_batch import (
 )
 from hydragraph.planner.assignment.problem import problem_of
 from hydragraph.planner.assignment.spread_search import SearchEffort
+from tests.benchmarks.test_packing import partitions
 from tests.cost import priced
 from tests.planner.every_assignment import exact_assignment
-from tests.planner.exact.test_packing import partitions
 from tests.planner.examples import MIXED, PROFILE, lengths, pipelines, uneven
 from tests.thorough import thorough
 
@@ -194,6 +194,14 @@ def test_real_proportions_end_close_to_the_bound(seed: int) -> None:
     assert found.gap <= 0.12
     assert max(found.by_pipeline) <= 1.05 * min(found.by_pipeline)
     assert found == planner.assign(MIXED, PROFILE, sizes)
+
+
+def test_the_integer_programs_assign_no_better() -> None:
+    schemes = [(4, 1), (2, 2), (2, 1)]
+    sizes = [3000, 0, 2000, 900, 400, 100]
+    exact = planner.assign(schemes, PROFILE, sizes, method="exact")
+    check(PROFILE.pipelines(schemes), sizes, exact)
+    assert planner.assign(schemes, PROFILE, sizes).seconds <= exact.seconds * (1 + 1e-9)
 
 
 @thorough

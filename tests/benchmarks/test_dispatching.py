@@ -10,12 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph import planner
+from benchmarks.published.dispatching import (
+    Bubble,
+    Method,
+    compiled_greedy,
+    dispatch,
+    eq3_problem,
+    eq3_room,
+    greedy,
+    widely,
+)
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.planner.assignment import local_search
-from hydragraph.planner.assignment.problem import AssignmentProblem, Bubble, problem_of
-from hydragraph.planner.assignment.spread_search import SearchEffort, bounded, ends, longest_first, search, value
-from hydragraph.planner.exact.dispatching import Method, eq3_room, greedy
+from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
+from hydragraph.planner.assignment.spread_search import SearchEffort, bounded, ends, longest_first, value
 from hydragraph.planner.exact.integer_programs import exact_dispatch
 from tests.planner.examples import MIXED, PROFILE, lengths, pipelines
 
@@ -45,9 +53,9 @@ def best_of_all(given: AssignmentProblem, bubble: Bubble) -> float:
 @given(pipelines(most=3), st.lists(st.integers(1, 2000), min_size=1, max_size=6), BUBBLES)
 @settings(max_examples=max(20, settings.default.max_examples // 16))
 def test_search_reaches_the_best_of_all(kinds: tuple[PipelineCost, ...], sizes: list[int], bubble: Bubble) -> None:
-    made = problem_of(kinds, sizes, bubble=bubble)
+    made = eq3_problem(kinds, sizes, bubble)
     relaxed = bounded(made, made.cost, eq3_room(made), longest_first(made))
-    placed = search(made, relaxed, SearchEffort(), 0)
+    placed = widely(made, relaxed, SearchEffort(), 0)
     for p, end in enumerate(ends(made, placed)):
         assert end == pytest.approx(eq3(made, bubble, p, np.flatnonzero(placed == p).tolist()), rel=1e-9)
     best = best_of_all(made, bubble)
@@ -57,7 +65,7 @@ def test_search_reaches_the_best_of_all(kinds: tuple[PipelineCost, ...], sizes: 
 
 @pytest.mark.parametrize("bubble", ["longest", "constant"])
 def test_the_integer_program_is_exact(bubble: Bubble) -> None:
-    made = problem_of(PROFILE.pipelines([(4, 1), (2, 2), (2, 1)]), [6000, 3000, 2000, 900, 400, 100], bubble=bubble)
+    made = eq3_problem(PROFILE.pipelines([(4, 1), (2, 2), (2, 1)]), [6000, 3000, 2000, 900, 400, 100], bubble)
     assert value(made, exact_dispatch(made)) == pytest.approx(best_of_all(made, bubble), rel=1e-6)
 
 
@@ -66,10 +74,10 @@ def test_the_integer_program_is_exact(bubble: Bubble) -> None:
 def test_promises_hold_of_any_input(
     kinds: tuple[PipelineCost, ...], sizes: list[int], bubble: Bubble, seed: int
 ) -> None:
-    made = problem_of(kinds, sizes, bubble=bubble)
+    made = eq3_problem(kinds, sizes, bubble)
     first = longest_first(made)
     relaxed = bounded(made, made.cost, eq3_room(made), first)
-    placed = search(made, relaxed, SearchEffort(), seed)
+    placed = widely(made, relaxed, SearchEffort(), seed)
     assert sorted(itertools.chain(*made.shares(placed))) == [i for i, n in enumerate(sizes) if n]
     assert all(np.isfinite(made.cost[i, made.kind_of[p]]) for i, p in enumerate(placed))
     found = value(made, placed)
@@ -78,19 +86,19 @@ def test_promises_hold_of_any_input(
         descended = first.copy()
         local_search.descend(descended, made.instance, np.zeros(len(kinds)))
         assert found <= max(relaxed.seconds * 1.001, min(value(made, greedy(made, 100, seed)), value(made, descended)))
-    np.testing.assert_array_equal(placed, search(made, relaxed, SearchEffort(), seed))
+    np.testing.assert_array_equal(placed, widely(made, relaxed, SearchEffort(), seed))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_constant_bubble_is_dispatched_within_half_a_percent_of_the_bound(seed: int) -> None:
-    found = planner.dispatch(MIXED, PROFILE, lengths(300, seed), bubble="constant")
+    found = dispatch(MIXED, PROFILE, lengths(300, seed), bubble="constant")
     assert 0 <= found.gap <= 0.005
 
 
 @pytest.mark.parametrize("method", ["search", "greedy", "longest first"])
 def test_every_method_gives_every_sequence_to_one_pipeline(method: Method) -> None:
     sizes = lengths(50, 0)
-    found = planner.dispatch(MIXED, PROFILE, sizes, method=method)
+    found = dispatch(MIXED, PROFILE, sizes, method=method)
     assert sorted(itertools.chain(*found.pipelines)) == list(range(50))
     devices = sum(tp * pp for tp, pp in MIXED)
     for scheme, share in zip(MIXED, found.pipelines, strict=True):
@@ -116,16 +124,16 @@ def alg_1(given: AssignmentProblem, orders: np.ndarray) -> float:
 def test_the_compiled_greedy_is_alg_1() -> None:
     made = problem_of(PROFILE.pipelines([(4, 1), (2, 2), (2, 2)]), lengths(25, 0, 6000))
     orders = np.argsort(np.random.default_rng(0).random((5, 25)), axis=1)
-    found, _ = local_search.greedy(orders, made.instance)
+    found, _ = compiled_greedy(orders, made.instance)
     assert found == pytest.approx(alg_1(made, orders), rel=1e-9)
 
 
 def test_degenerate_mini_batches() -> None:
-    assert planner.dispatch(MIXED, PROFILE, []).pipelines == ((),) * len(MIXED)
-    assert sum(map(len, planner.dispatch(MIXED, PROFILE, [0, 9]).pipelines)) == 1
-    equal = planner.dispatch([(2, 1)] * 4, PROFILE, [500] * 8)
+    assert dispatch(MIXED, PROFILE, []).pipelines == ((),) * len(MIXED)
+    assert sum(map(len, dispatch(MIXED, PROFILE, [0, 9]).pipelines)) == 1
+    equal = dispatch([(2, 1)] * 4, PROFILE, [500] * 8)
     assert [len(p) for p in equal.pipelines] == [2, 2, 2, 2]
     with pytest.raises(hg.Unsupported, match=r"sequence 1 has 10000000 tokens.*truncate it"):
-        planner.dispatch(MIXED, PROFILE, [5, 10_000_000])
+        dispatch(MIXED, PROFILE, [5, 10_000_000])
     with pytest.raises(ValueError, match="at least one scheme"):
-        planner.dispatch([], PROFILE, [5])
+        dispatch([], PROFILE, [5])

@@ -26,11 +26,11 @@ class Packing:
 
     micro_batches: tuple[tuple[int, ...], ...]
     seconds: float
-
     bound: float
 
     @property
     def gap(self) -> float:
+        """Relative distance of `seconds` from `bound`."""
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
 
@@ -41,11 +41,12 @@ def pack(
     *,
     devices: int | None = None,
     method: Literal["search", "exact"] = "search",
-    kicks: int = KICKS,
 ) -> Packing:
     """Pack sequences into micro-batches of at most MaxLen tokens.
 
     Args:
+        scheme: degree and number of stages of the pipeline.
+        profile: constants of the scheme.
         lengths: tokens of each sequence; empty sequences are skipped.
         devices: number of devices sharing the state; default: those of `scheme`.
         method: "exact" solves Eq. 1 through cvxpy (slow).
@@ -56,10 +57,17 @@ def pack(
 
         batches, seconds = exact_packing(pipeline, lengths)
         return Packing(batches, seconds, seconds)
-    return pack_pipeline(pipeline, lengths, kicks)
+    return pack_pipeline(pipeline, lengths)
 
 
 def pack_pipeline(pipeline: PipelineCost, lengths: Sequence[int], kicks: int = KICKS) -> Packing:
+    """Pack sequences into micro-batches of a pipeline by search.
+
+    Args:
+        pipeline: costs of the pipeline.
+        lengths: tokens of each sequence.
+        kicks: number of random moves.
+    """
     problem = problem_of([pipeline], lengths, formed=True)
     if not len(problem.lengths):
         return Packing((), 0.0, 0.0)

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph import planner
+from benchmarks.published.packing import Packing, pack, pack_pipeline
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.planner.exact.integer_programs import exact_packing
-from hydragraph.planner.exact.packing import pack_pipeline
 from tests.planner.examples import PROFILE, lengths, pipelines
 from tests.thorough import only
 
@@ -48,7 +47,7 @@ def best_of_all(pipeline: PipelineCost, sizes: list[int]) -> float:
     return min(inside) if inside else by_count[min(n for n in by_count if n > high)]
 
 
-def check(pipeline: PipelineCost, sizes: list[int], packed: planner.Packing) -> None:
+def check(pipeline: PipelineCost, sizes: list[int], packed: Packing) -> None:
     assert sorted(itertools.chain(*packed.micro_batches)) == [i for i, n in enumerate(sizes) if n]
     assert all(0 < sum(sizes[i] for i in b) <= pipeline.max_len for b in packed.micro_batches)
 
@@ -74,8 +73,8 @@ def test_it_is_within_a_few_percent_of_the_best_of_all_partitions(
 def test_the_integer_program_finds_little_more(seed: int) -> None:
     sizes = lengths(7, seed, 4000)
     pipeline = PROFILE.pipeline((2, 2), 16)
-    exact = planner.pack((2, 2), PROFILE, sizes, devices=16, method="exact")
-    found = planner.pack((2, 2), PROFILE, sizes, devices=16)
+    exact = pack((2, 2), PROFILE, sizes, devices=16, method="exact")
+    found = pack((2, 2), PROFILE, sizes, devices=16)
     check(pipeline, sizes, exact)
     assert exact.seconds == pytest.approx(best_of_all(pipeline, sizes), rel=1e-6)
     assert exact.seconds * (1 - 1e-6) <= found.seconds <= exact.seconds * 1.003
@@ -83,18 +82,18 @@ def test_the_integer_program_finds_little_more(seed: int) -> None:
 
 def test_all_at_max_len_and_one_sequence() -> None:
     longest = PROFILE.max_len((2, 1), 2)
-    assert sorted(planner.pack((2, 1), PROFILE, [longest] * 3).micro_batches) == [(0,), (1,), (2,)]
-    assert planner.pack((2, 1), PROFILE, [5]).micro_batches == ((0,),)
-    assert planner.pack((2, 1), PROFILE, []).micro_batches == ()
-    assert planner.pack((2, 1), PROFILE, [0, 7, 0]).micro_batches == ((1,),)
+    assert sorted(pack((2, 1), PROFILE, [longest] * 3).micro_batches) == [(0,), (1,), (2,)]
+    assert pack((2, 1), PROFILE, [5]).micro_batches == ((0,),)
+    assert pack((2, 1), PROFILE, []).micro_batches == ()
+    assert pack((2, 1), PROFILE, [0, 7, 0]).micro_batches == ((1,),)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     longest = PROFILE.max_len((2, 1), 2)
     with pytest.raises(hg.Unsupported, match=rf"sequence 1 has {longest + 1} tokens, more than any pipeline can hold"):
-        planner.pack((2, 1), PROFILE, [5, longest + 1])
+        pack((2, 1), PROFILE, [5, longest + 1])
     with pytest.raises(ValueError, match="whole numbers"):
-        planner.pack((2, 1), PROFILE, [-1])
+        pack((2, 1), PROFILE, [-1])
 
 
 def test_tight_capacity_takes_more_micro_batches() -> None:
