@@ -70,19 +70,19 @@ def _without_way(way: malleus_autohet.SearchMethod) -> Change:
     return plan, "WAYS", {**plan.WAYS, "auto": ways}
 
 
-def _without_across(candidate: Any) -> Any:
-    return _STRATEGIES(candidate)[0], None
+def _without_across(candidates: Any) -> Any:
+    return [replace(candidate, across=None) for candidate in _CANDIDATES(candidates)]
 
 
 def _unimproved(candidate: Any, _: float | None) -> Any:
     return candidate
 
 
-_STRATEGIES = finalists.strategies_of
+_CANDIDATES = plan.placed_candidates
 
 
-def _first(*_: Any, first: Any, **__: Any) -> Any:
-    return first
+def _first(problem: Any, relaxed: Any, starts: Any, *_: Any) -> Any:
+    return starts[-1]
 
 
 def _strong(*_: Any) -> Iterator[Any]:
@@ -102,7 +102,7 @@ PLANNING: Mapping[str, Sequence[Change]] = {
     "moves of devices (varying lengths)": [(plan, "CLIMBS", 0)],
     "exchanges of groups": [(malleus_autohet, "_improved", _unimproved)],
     "weak sites idle": [(malleus_autohet, "_strong", _strong)],
-    "placement across nodes": [(finalists, "strategies_of", _without_across)],
+    "placement across nodes": [(plan, "placed_candidates", _without_across)],
     "fewer pipelines": [(finalists, "LEANER", 0)],
     "micro-batches cut as in a run": [(finalists, "CUT", 0)],
     "equal owners": [(finalists, "_equal_home", lambda *_: None)],

@@ -23,19 +23,16 @@ from itertools import compress, count
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.planner.deadline import is_late
-from hydragraph.planner.generators.metis_stages import MetisPlan
-from hydragraph.planner.generators.symmetric import SymmetricPlan
 from hydragraph.planner.micro_batch_sizes import cut, promised
 from hydragraph.planner.price_candidate import (
+    Candidate,
     PricedPlan,
-    SearchCandidate,
     Shortage,
     form_of,
     owners,
     owners_by_block,
     settle,
     share_out,
-    strategies_of,
 )
 from hydragraph.planner.price_mini_batches import quickest_home
 from hydragraph.planner.state_shares import home_of
@@ -119,28 +116,18 @@ class Finalists:
         return cls(tuple(settled.values()), tuple(left.values()), tuple(lacking))
 
 
-def proposals(
-    costs: Costs,
-    lengths: Sequence[int],
-    candidates: Sequence[SearchCandidate],
-    stages: Sequence[MetisPlan],
-    simple: Sequence[SymmetricPlan],
-) -> list[Proposal]:
+def proposals(costs: Costs, lengths: Sequence[int], candidates: Iterable[Candidate]) -> list[Proposal]:
     """Return distinct proposals with assigned sequences, the most promising first."""
     by_strategy: dict[Strategy, Proposal] = {}
-    for candidate in sorted(candidates, key=lambda each: each.seconds):
-        strategy, across = strategies_of(candidate)
+    # An assigned candidate counts only if no other candidate has its strategy.
+    for candidate in sorted(candidates, key=lambda each: each.assignment is not None):
+        strategy = candidate.strategy
         if strategy not in by_strategy:
-            assignment, last = share_out(costs, strategy, lengths, candidate.together)
-            expected = last + candidate.exposed_s()
-            by_strategy[strategy] = Proposal(strategy, assignment, last, expected, candidate.origin, across)
-    for simple_plan in simple:
-        if simple_plan.strategy not in by_strategy:
-            assignment, last = share_out(costs, simple_plan.strategy, lengths, simple_plan.together)
-            by_strategy[simple_plan.strategy] = Proposal(simple_plan.strategy, assignment, last, last, "simple")
-    for one in stages:
-        proposal = Proposal(one.strategy, one.assignment, one.seconds, one.seconds, "search")
-        by_strategy.setdefault(one.strategy, proposal)
+            assignment, last = candidate.assignment, candidate.seconds
+            if assignment is None:
+                assignment, last = share_out(costs, strategy, lengths, candidate.together)
+            expected = last + candidate.exposed_s
+            by_strategy[strategy] = Proposal(strategy, assignment, last, expected, candidate.origin, candidate.across)
     every: dict[Strategy, Proposal] = {}
     cards = CardBound(costs)
     carried = (_carried(cards, _busy(first_proposal)) for first_proposal in by_strategy.values())

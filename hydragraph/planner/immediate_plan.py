@@ -26,7 +26,7 @@ from hydragraph.planner.generators.malleus_autohet import STRAGGLER, TOGETHER, s
 from hydragraph.planner.generators.symmetric import simple
 from hydragraph.planner.improve_devices import DeviceMoves
 from hydragraph.planner.micro_batch_sizes import pipeline_costs
-from hydragraph.planner.price_candidate import unlike
+from hydragraph.planner.price_candidate import placed_candidates, unlike
 from hydragraph.planner.price_mini_batches import QUICK, traffic_in_line
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
@@ -122,10 +122,10 @@ def _promising(costs: Costs, workload: Workload, until: float) -> list[Strategy]
     count = typical.sequences
     length = typical.length
     way = TOGETHER if len(costs.cluster.types) > 1 else STRAGGLER
-    candidates = unlike(search(costs, count, length, way, reach=workload.longest, until=until))
+    some = unlike(search(costs, count, length, way, reach=workload.longest, until=until))[:MOST]
     sizes, _ = sizes_of(costs, count, length)
     plain = simple(costs, count, length, sizes, workload.longest, SAFETY)
-    ranked_proposals = proposals(costs, typical.batches[0], candidates[:MOST], [], plain)
+    ranked_proposals = proposals(costs, typical.batches[0], [*placed_candidates(some), *plain])
     return [proposal.strategy for proposal in ranked_proposals[:MOST]]
 
 

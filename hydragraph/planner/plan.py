@@ -29,18 +29,19 @@ from hydragraph.planner.generators.malleus_autohet import (
     sizes_of,
 )
 from hydragraph.planner.generators.memory_pooling import pooled
-from hydragraph.planner.generators.metis_stages import MetisPlan, staged
-from hydragraph.planner.generators.symmetric import SymmetricPlan, simple
+from hydragraph.planner.generators.metis_stages import staged
+from hydragraph.planner.generators.symmetric import simple
 from hydragraph.planner.improve_devices import DeviceMoves, climbed
 from hydragraph.planner.infeasibility import check_labels, check_nodes, nothing_fits
 from hydragraph.planner.iteration_bound import bound as bound_of
 from hydragraph.planner.metis.metis_search import Order
 from hydragraph.planner.price_candidate import (
+    Candidate,
     PricedPlan,
     SearchCandidate,
     Shortage,
+    placed_candidates,
     simulated,
-    strategies_of,
     unlike,
 )
 from hydragraph.planner.price_mini_batches import MiniBatchPrices, mean, settle_best
@@ -396,7 +397,7 @@ def _looked_at(
     now = time.monotonic()
     ended = None if until is None else now + FINDING * (until - now)
     ask = partial(search, costs, typical.sequences, typical.length, until=ended, group_prices=group_prices)
-    every: list[tuple[list[SearchCandidate], list[MetisPlan]]] = []
+    every: list[list[Candidate]] = []
     for way in ways:
         candidates: list[SearchCandidate] = []
         for reach in reaches:
@@ -405,17 +406,18 @@ def _looked_at(
             candidates += _pooled(costs, workload, candidates, ended)
             if _tight(costs) and not is_late(ended):
                 candidates += _pooled(costs, workload, unlike(ask(way, safety=ROOMY * safety))[:SETTLED], ended)
-        every.append((candidates, []))
+        every.append(placed_candidates(candidates))
     if method in ("search", "metis") or (method == "auto" and until is None and costs.ranks <= FEW):
-        every.append(([], _staged(costs, typical, method, until)))
+        every.append(_staged(costs, typical, method, until))
     plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, group_prices, apart=until is not None)
+    every = [[*candidates, *plain] for candidates in every]
     if workload.lengths:
-        return _varying(costs, asked, every, plain, safety)
+        return _varying(costs, asked, every, safety)
     outcomes: dict[tuple[Strategy, Assignment], PricedPlan | Shortage] = {}
     passed: list[Proposal] = []
     clock = TimeEstimates(costs)
-    for candidates, stages in every:
-        ranked_proposals = proposals(costs, workload.batches[0], candidates, stages, plain)
+    for some in every:
+        ranked_proposals = proposals(costs, workload.batches[0], some)
         passed += finalists(costs, ranked_proposals, asked.near, until, outcomes, moved, exactly, clock).passed
     return Finalists.of(outcomes.values(), passed)
 
@@ -473,7 +475,7 @@ def _reaches(workload: Workload) -> list[int]:
     return list(dict.fromkeys((workload.longest, workload.typical.length)))
 
 
-def _staged(costs: Costs, typical: Workload, method: Method, until: float | None) -> list[MetisPlan]:
+def _staged(costs: Costs, typical: Workload, method: Method, until: float | None) -> list[Candidate]:
     try:
         plans = staged(costs, typical.sequences, typical.length, ORDERS[method], until)
     except Unsupported:
@@ -483,20 +485,16 @@ def _staged(costs: Costs, typical: Workload, method: Method, until: float | None
     return plans[:STAGED] if method == "auto" else plans
 
 
-def _varying(
-    costs: Costs,
-    asked: _Question,
-    every: Sequence[tuple[list[SearchCandidate], list[MetisPlan]]],
-    plain: Sequence[SymmetricPlan],
-    safety: float,
-) -> Finalists:
+def _varying(costs: Costs, asked: _Question, every: Sequence[Sequence[Candidate]], safety: float) -> Finalists:
     workload = asked.workload
     until = asked.until
     varied = MiniBatchPrices(costs, workload.batches)
     outcomes: dict[Strategy, PricedPlan | Shortage] = {}
     origins: dict[Strategy, str] = {}
-    for candidates, stages in every:
-        search_origins = _origins(candidates, stages, plain)
+    for candidates in every:
+        search_origins: dict[Strategy, str] = {}
+        for candidate in candidates:
+            search_origins.setdefault(candidate.strategy, candidate.origin)
         settle_best(varied, search_origins, until, outcomes)
         origins = {**search_origins, **origins}
     able = [s for s, outcome in outcomes.items() if isinstance(outcome, PricedPlan) and math.isfinite(outcome.seconds)]
@@ -521,25 +519,10 @@ def _starts(varied: MiniBatchPrices) -> list[Strategy]:
     return list(dict.fromkeys([*order[:1], *alike]))[:CLIMBS]
 
 
-def _simple(
-    costs: Costs, workload: Workload, safety: float, group_prices: GroupPrices, apart: bool
-) -> list[SymmetricPlan]:
+def _simple(costs: Costs, workload: Workload, safety: float, group_prices: GroupPrices, apart: bool) -> list[Candidate]:
     typical = workload.typical
     sizes, _ = sizes_of(costs, typical.sequences, typical.length)
     return simple(costs, typical.sequences, typical.length, sizes, _reaches(workload)[0], safety, group_prices, apart)
-
-
-def _origins(
-    candidates: Sequence[SearchCandidate], stages: Sequence[MetisPlan], plain: Sequence[SymmetricPlan]
-) -> dict[Strategy, str]:
-    origins: dict[Strategy, str] = {}
-    for candidate in sorted(candidates, key=lambda each: each.seconds):
-        origins.setdefault(strategies_of(candidate)[0], candidate.origin)
-    for staged_plan in stages:
-        origins.setdefault(staged_plan.strategy, "search")
-    for one in plain:
-        origins.setdefault(one.strategy, "simple")
-    return origins
 
 
 def _exact(costs: Costs, looked: Finalists) -> Finalists:

@@ -41,6 +41,27 @@ NEAR_LIMIT = 0.99
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A strategy that may be the best for equal sequences.
+
+    Attributes:
+        seconds: approximate seconds of an iteration.
+        together: sequences per micro-batch.
+        across: variant whose pipelines span many nodes, if different from `strategy`.
+        exposed_s: longest time for which a pipeline waits for pull and push.
+        assignment: assignment that takes `seconds`, if known.
+    """
+
+    strategy: Strategy
+    origin: str
+    seconds: float
+    together: int = 1
+    across: Strategy | None = None
+    exposed_s: float = 0.0
+    assignment: Assignment | None = None
+
+
+@dataclass(frozen=True)
 class SearchCandidate:
     """A search result, whose pipelines consist of groups.
 
@@ -74,11 +95,6 @@ class SearchCandidate:
     def laid(self) -> list[PipelineLayout]:
         kinds = zip(self.laid_by_kind(), self.partition.pipelines, strict=True)
         return [layout for layout, (_, times) in kinds for _ in range(times)]
-
-    def exposed_s(self) -> float:
-        """Return the longest time for which a pipeline waits for pull and push."""
-        laid = self.laid()
-        return max(layout.exposed_s + more for layout, more in zip(laid, self.bench.awaited(laid), strict=True))
 
 
 def unlike(candidates: Iterable[SearchCandidate]) -> list[SearchCandidate]:
@@ -128,11 +144,16 @@ class Shortage:
         return f"rank {self.rank} needs {self.bytes / 1e9:.3g} GB more memory"
 
 
-def strategies_of(candidate: SearchCandidate) -> tuple[Strategy, Strategy | None]:
-    """Return the strategy whose pipelines span few nodes and, if different, a variant whose pipelines span many."""
-    laid = candidate.laid()
-    within, across = (_placed(candidate, laid, by_stage) for by_stage in (False, True))
-    return within, None if across == within else across
+def placed_candidates(found: Iterable[SearchCandidate]) -> list[Candidate]:
+    """Place the pipelines of search results on devices; return the most promising first."""
+    candidates = []
+    for each in sorted(found, key=lambda each: each.seconds):
+        laid = each.laid()
+        within, across = (_placed(each, laid, by_stage) for by_stage in (False, True))
+        exposed_s = max(layout.exposed_s + more for layout, more in zip(laid, each.bench.awaited(laid), strict=True))
+        different = None if across == within else across
+        candidates.append(Candidate(within, each.origin, each.seconds, each.together, different, exposed_s))
+    return candidates
 
 
 def _placed(candidate: SearchCandidate, laid: Sequence[PipelineLayout], by_stage: bool) -> Strategy:

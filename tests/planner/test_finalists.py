@@ -19,9 +19,17 @@ from hydragraph.planner.finalists import (
     unlike,
 )
 from hydragraph.planner.generators.malleus_autohet import TOGETHER, search
-from hydragraph.planner.generators.symmetric import SymmetricPlan, simple
+from hydragraph.planner.generators.symmetric import simple
 from hydragraph.planner.micro_batch_sizes import cut
-from hydragraph.planner.price_candidate import PricedPlan, Shortage, form_of, settle, simulated
+from hydragraph.planner.price_candidate import (
+    Candidate,
+    PricedPlan,
+    Shortage,
+    form_of,
+    placed_candidates,
+    settle,
+    simulated,
+)
 from hydragraph.planner.request import PlanRequest
 from hydragraph.planner.state_shares import fraction_of
 from hydragraph.spec.assignment import Assignment
@@ -50,7 +58,9 @@ def selected(
 
 def test_the_best_is_simulated_and_what_was_passed_ends_later() -> None:
     costs = priced.costs(4, priced.mixed(), hg.Health({1: 2.57}))
-    found = proposals(costs, LENGTHS, search(costs, 12, 700, TOGETHER), [], simple(costs, 12, 700, [1, 2]))
+    found = proposals(
+        costs, LENGTHS, [*placed_candidates(search(costs, 12, 700, TOGETHER)), *simple(costs, 12, 700, [1, 2])]
+    )
     last = selected(costs, found)
     best = min(each.seconds for each in last.settled)
     assert all(each.simulated for each in last.settled)
@@ -77,7 +87,7 @@ def test_micro_batches_are_formed_before_a_proposal_is_settled(monkeypatch: pyte
     monkeypatch.setattr("hydragraph.planner.finalists.CUT", 0)  # of no proposal in advance
     costs = priced.costs(6, priced.cluster(2))
     pipeline = hg.Strategy.parse("<tp1,pp2>", 6)
-    found = proposals(costs, LENGTHS, [], [], [SymmetricPlan(pipeline, len(LENGTHS), 1.0)])
+    found = proposals(costs, LENGTHS, [Candidate(pipeline, "simple", 1.0, len(LENGTHS))])
     (one,) = selected(costs, found).settled
     assert found[0].assignment.counts == (1,)
     assert one.assignments == (cut(costs, pipeline, LENGTHS)[0],)
@@ -85,7 +95,7 @@ def test_micro_batches_are_formed_before_a_proposal_is_settled(monkeypatch: pyte
 
 def test_searches_share_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = priced.costs(6, priced.mixed())
-    found = proposals(costs, LENGTHS, [], [], simple(costs, 12, 700, [1, 2]))
+    found = proposals(costs, LENGTHS, simple(costs, 12, 700, [1, 2]))
     clock = TimeEstimates(costs)
     known: Known = {}
     before = selected(costs, found, known=known, clock=clock)
@@ -96,7 +106,7 @@ def test_searches_share_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plan_is_there_however_late_it_is() -> None:
     costs = priced.costs(6, priced.mixed())
-    found = proposals(costs, LENGTHS, [], [], simple(costs, 12, 700, [1]))
+    found = proposals(costs, LENGTHS, simple(costs, 12, 700, [1]))
     last = selected(costs, found, 0.0, time.monotonic() - 1)
     assert len(last.settled) == 1
     assert not last.settled[0].simulated
@@ -105,7 +115,7 @@ def test_a_plan_is_there_however_late_it_is() -> None:
 def test_of_equally_good_plans_the_one_that_moves_least_is_looked_at_first() -> None:
     costs = priced.costs(6, priced.cluster(4))
     some = [hg.Strategy.parse(text, 6) for text in ("<[0]x6> + <[1]x6>", "<[2]x6> + <[3]x6>", "<[0]x3,[1]x3>")]
-    found = proposals(costs, LENGTHS, [], [], [SymmetricPlan(each, 1, 1.0) for each in some])
+    found = proposals(costs, LENGTHS, [Candidate(each, "simple", 1.0) for each in some])
 
     def first(near: float, moved: Moved | None) -> hg.Strategy:
         looked_at: dict[tuple[hg.Strategy, hg.Assignment], PricedPlan | Shortage] = {}
@@ -125,7 +135,7 @@ def test_what_the_best_estimate_excluded_is_looked_at_if_its_plan_takes_longer(m
     """Owners that fit in memory can delay a plan, which its estimate does not know."""
     costs = priced.costs(6, priced.cluster(4))
     some = [hg.Strategy.parse(text, 6) for text in ("4*<tp1,pp1>", "<tp1,pp4>", "<[0]x6> + <[1]x6>")]
-    found = proposals(costs, LENGTHS, [], [], [SymmetricPlan(each, 1, 1.0) for each in some])
+    found = proposals(costs, LENGTHS, [Candidate(each, "simple", 1.0) for each in some])
     names = [each.strategy for each in found]
     plain = selected(costs, found)
     assert [each.strategy for each in plain.settled] == names[:1]
@@ -143,7 +153,7 @@ def test_what_cards_must_carry_is_expected() -> None:
     near = Node("fast", 2, priced.FAST, Interconnect(1e6, 1e-6))
     costs = priced.costs(6, Cluster.of({"fast": DeviceType(1e15, 10**9, 1e12)}, (near, near)), elements=100_000)
     some = [hg.Strategy.parse(text, 6) for text in ("4*<tp1,pp1>", "<[0]x6> + <[1]x6>")]
-    found = proposals(costs, LENGTHS, [], [], [SymmetricPlan(each, 1, 1.0) for each in some])
+    found = proposals(costs, LENGTHS, [Candidate(each, "simple", 1.0) for each in some])
     assert [each.strategy for each in found] == some[::-1], "four devices compute in less time, and wait for cards"
     assert found[1].expected_s == found[1].least_s > found[1].last_s
 
@@ -160,8 +170,8 @@ def test_of_nodes_that_are_alike_one_is_tried_without() -> None:
 
 def test_pipelines_that_run_nothing_are_left_out() -> None:
     costs = priced.costs(6, priced.cluster(4), hg.Health({3: 100.0}))
-    one = SymmetricPlan(hg.Strategy.parse("4*<tp1,pp1>", 6), together=1, seconds=1.0)
-    (proposal,) = proposals(costs, LENGTHS[:6], [], [], [one])
+    one = Candidate(hg.Strategy.parse("4*<tp1,pp1>", 6), "simple", 1.0)
+    (proposal,) = proposals(costs, LENGTHS[:6], [one])
     assert proposal.strategy == hg.Strategy.parse("3*<tp1,pp1>", 6)
     assert proposal.assignment.counts == (2, 2, 2)
 
@@ -170,7 +180,7 @@ def test_pipelines_behind_a_link_that_costs_more_than_they_save_are_left_out() -
     types = {"fast": DeviceType(1e15, 10**9, 1e12)}
     near, far = (Node("fast", n, priced.FAST, Interconnect(1e6, 1e-6)) for n in (4, 1))
     costs = priced.costs(6, Cluster.of(types, (near, far)))
-    found = proposals(costs, LENGTHS, [], [], [SymmetricPlan(hg.Strategy.parse("5*<tp1,pp1>", 6), 1, 1.0)])
+    found = proposals(costs, LENGTHS, [Candidate(hg.Strategy.parse("5*<tp1,pp1>", 6), "simple", 1.0)])
     last = selected(costs, found)
     best = min(last.settled, key=lambda each: each.seconds)
     assert best.strategy == hg.Strategy.parse("4*<tp1,pp1>", 6)
@@ -181,7 +191,7 @@ def test_a_group_of_unlike_rates_owns_alike_where_pieces_would_travel_over_slow_
     node = Node("fast", 4, Interconnect(1e6, 1e-6), priced.SLOW)
     cluster = Cluster.of({"fast": DeviceType(1e15, 10**9, 1e12)}, (node,))
     costs = priced.costs(2, cluster, hg.Health(dict.fromkeys((1, 2, 3), 2.57)), elements=100_000)
-    found = proposals(costs, LENGTHS, [], [], [SymmetricPlan(hg.Strategy.parse("<tp4,pp1>", 2), 1, 1.0)])
+    found = proposals(costs, LENGTHS, [Candidate(hg.Strategy.parse("<tp4,pp1>", 2), "simple", 1.0)])
     (one,) = selected(costs, found).settled
     assert one.home == hg.Home()
     uneven = settle(costs, one.strategy, found[0].assignment, "", 1.0)

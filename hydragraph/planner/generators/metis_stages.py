@@ -15,7 +15,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -30,6 +29,7 @@ from hydragraph.planner.metis.metis_search import FoundPlan, Order, exact, walke
 from hydragraph.planner.metis.metis_walk import MEMORY, NAIVE
 from hydragraph.planner.metis.problem import MetisProblem, StagePlan
 from hydragraph.planner.metis.profile import Measurement, MetisProfile
+from hydragraph.planner.price_candidate import Candidate
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
@@ -48,31 +48,20 @@ _STEP_S = 1e-3
 _MB = 2**20
 
 
-@dataclass(frozen=True)
-class MetisPlan:
-    """A plan of Metis's search, converted to pipelines.
-
-    Attributes:
-        seconds: end time of the last pipeline; includes pull and push only if pipelines share stages.
-    """
-
-    strategy: Strategy
-    assignment: Assignment
-    seconds: float
-
-
 def staged(
     costs: Costs, sequences: int, length: int, order: Order = "memory", until: float | None = None
-) -> list[MetisPlan]:
+) -> list[Candidate]:
     """Return plans for equal sequences on all running devices.
+
+    Their seconds include pull and push only if pipelines share stages.
 
     Args:
         until: deadline at which the search returns its results so far, possibly none.
     """
     devices = TypedDevices(costs)
-    plans: dict[Strategy, MetisPlan] = {}
+    plans: dict[Strategy, Candidate] = {}
     likely: set[Strategy] = set()  # plans with no more micro-batches in flight than the search assumed
-    laid: dict[object, MetisPlan | None] = {}
+    laid: dict[object, Candidate | None] = {}
     for recompute in (False, True):
         if is_late(until):
             break
@@ -256,7 +245,7 @@ def pipelines_of(plan: StagePlan, ranks: list[int], recompute: bool = False) -> 
 
 def laid_out(
     costs: Costs, devices: TypedDevices, found: FoundPlan, length: int, recompute: bool, until: float | None = None
-) -> MetisPlan | None:
+) -> Candidate | None:
     """Convert a search result to pipelines with assigned sequences and a time.
 
     Return None if stages cannot be shared or the simulation would exceed the deadline.
@@ -273,11 +262,12 @@ def laid_out(
     ]
     assignment = _assigned(found.problem.batch, together, seconds, length)
     if not strategy.shares:
-        return MetisPlan(strategy, assignment, costs.pipelines_end(strategy, assignment))
+        return Candidate(strategy, "search", costs.pipelines_end(strategy, assignment), together, assignment=assignment)
     steps = sum(count * len(p.stages) for count, p in zip(assignment.counts, pipelines, strict=True))
     if is_late(until, _STEP_S * steps):
         return None
-    return MetisPlan(strategy, assignment, costs.simulate(strategy, assignment).seconds)
+    simulated_s = costs.simulate(strategy, assignment).seconds
+    return Candidate(strategy, "search", simulated_s, together, assignment=assignment)
 
 
 def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) -> Assignment:

@@ -21,6 +21,7 @@ from hydragraph.planner.generators.pipeline_layers import spread
 from hydragraph.planner.generators.pipeline_shares import least_seconds
 from hydragraph.planner.generators.pipelines_of_groups import pipeline_of
 from hydragraph.planner.generators.stage_layout import NUMBERS
+from hydragraph.planner.price_candidate import Candidate
 from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
@@ -28,20 +29,6 @@ from hydragraph.spec.strategy import Strategy
 Floats = NDArray[np.float64]
 # Maximum plans of each category.
 KEPT = 4
-
-
-@dataclass(frozen=True)
-class SymmetricPlan:
-    """A simple plan.
-
-    Attributes:
-        together: sequences per micro-batch.
-        seconds: iteration time by AutoHet's cost, without traffic.
-    """
-
-    strategy: Strategy
-    together: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -68,8 +55,8 @@ def simple(
     safety: float = SAFETY,
     group_prices: GroupPrices | None = None,
     apart: bool = False,
-) -> list[SymmetricPlan]:
-    """Return simple plans, the fastest first.
+) -> list[Candidate]:
+    """Return simple plans, the fastest by AutoHet's cost without traffic first.
 
     Args:
         sizes: possible numbers of sequences per micro-batch.
@@ -105,7 +92,7 @@ def simple(
         kept[row] += 1
         if kept[row] <= KEPT:
             order = _order(len(groups.ranks), depth, by_stage)
-            plans.append(SymmetricPlan(_strategy(groups, order, laid), together, laid.seconds))
+            plans.append(Candidate(_strategy(groups, order, laid), "simple", laid.seconds, together))
     return plans
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hydragraph.planner.generators.malleus_autohet import STRAGGLER, search
 from hydragraph.planner.generators.memory_pooling import Pool, Stages, pooled, roomiest
-from hydragraph.planner.price_candidate import PricedPlan, settle, share_out, strategies_of
+from hydragraph.planner.price_candidate import PricedPlan, placed_candidates, settle, share_out
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from tests.cost import priced
 from tests.planner.promises import LENGTH
@@ -98,7 +98,7 @@ def test_where_owners_give_way_stages_are_quicker_and_fit(elements: int, memory:
     for found in search(costs, SEQUENCES, LENGTH, STRAGGLER):
         for better in pooled(costs, found, SEQUENCES * LENGTH):
             gained += better.seconds < found.seconds
-            strategy = strategies_of(better)[0]
+            strategy = placed_candidates([better])[0].strategy
             assert all(sum(stage.layers for stage in pipeline.stages) == 24 for pipeline in strategy.pipelines)
             assignment, last = share_out(costs, strategy, [LENGTH] * SEQUENCES, better.together)
             one = settle(costs, strategy, assignment, "straggler", last)
