@@ -236,23 +236,6 @@ def quick_end(instance: AssignmentArrays) -> float:
 
 
 @compiled
-def horizon_of(ends: Floats, pipelines: int) -> float:
-    """Return the earliest time when `pipelines` pipelines have ended."""
-    horizon = -np.inf
-    within = 0
-    while within < pipelines:
-        following = np.inf
-        for end in ends:
-            if horizon < end < following:
-                following = end
-        horizon = following
-        for end in ends:
-            if end == horizon:
-                within += 1
-    return horizon
-
-
-@compiled
 def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
     """Return a lower bound on pipeline q's new end time, excluding added work.
 
@@ -352,7 +335,7 @@ def descend(placed: Ints, instance: AssignmentArrays, extra: Floats) -> float:
     while True:
         recount(placed, instance, extra, changed, state)
         last = np.argmax(state.ends)
-        horizon = horizon_of(state.ends, NEAR) if near and pipelines > NEAR else np.inf
+        horizon = np.sort(state.ends)[NEAR - 1] if near and pipelines > NEAR else np.inf
         _, i, k, q = best_step(last, horizon, placed, instance, extra, state)
         if i >= 0:
             placed[i] = q

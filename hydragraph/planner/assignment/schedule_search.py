@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from hydragraph.cost.compiled_replay import AHEAD, PARTS, ReplayBuffers, replay, scratch_of
 from hydragraph.cost.stage_arrays import StageTerms, add_pairs, fill_row, pairs_of, table_at
 from hydragraph.kernels.numba_compiler import compiled
-from hydragraph.planner.assignment.local_search import LEAST_GAIN, NEAR, Floats, Ints, horizon_of
+from hydragraph.planner.assignment.local_search import LEAST_GAIN, NEAR, Floats, Ints
 
 Bools = NDArray[np.bool_]
 
@@ -244,13 +244,6 @@ def try_places(i: int, q: int, order: Ints, count: int, best: float, plan: Parti
 
 
 @compiled
-def exchanged(order: Ints, count: int, m: int, by: int) -> None:
-    for x in range(count):
-        if order[x] == m:
-            order[x] = by
-
-
-@compiled
 def opened(order: Ints, count: int, x: int, m: int) -> None:
     for y in range(count, x, -1):
         order[y] = order[y - 1]
@@ -261,14 +254,6 @@ def opened(order: Ints, count: int, x: int, m: int) -> None:
 def closed(order: Ints, count: int, x: int) -> None:
     for y in range(x, count - 1):
         order[y] = order[y + 1]
-
-
-@compiled
-def free_number(plan: PartialAssignment) -> int:
-    for m in range(len(plan.members)):
-        if plan.members[m] == 0:
-            return m
-    return -1
 
 
 @compiled
@@ -287,7 +272,7 @@ def relocate(i: int, q: int, m: int, x: int, plan: PartialAssignment) -> None:
                 plan.counts[p] -= 1
                 break
     if m < 0:
-        m = free_number(plan)
+        m = np.argmin(plan.members)  # an empty one
         opened(plan.order[q], plan.counts[q], x, m)
         plan.counts[q] += 1
     plan.members[m] += 1
@@ -380,8 +365,8 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: PartialAssignm
     n = len(plan.placed)
     own = plan.batch[i]
     mine = plan.trial[0]
-    mine[: plan.counts[p]] = plan.order[p, : plan.counts[p]]
-    exchanged(mine, plan.counts[p], own, n)
+    for x in range(plan.counts[p]):
+        mine[x] = n if plan.order[p, x] == own else plan.order[p, x]
     theirs = plan.trial[1]
     for k in range(i + 1, n):
         q = plan.placed[k]
@@ -393,8 +378,8 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: PartialAssignm
             continue
         if end_with(p, mine, plan.counts[p], plan, given) >= best:
             continue
-        theirs[: plan.counts[q]] = plan.order[q, : plan.counts[q]]
-        exchanged(theirs, plan.counts[q], plan.batch[k], n + 1)
+        for x in range(plan.counts[q]):
+            theirs[x] = n + 1 if plan.order[q, x] == plan.batch[k] else plan.order[q, x]
         if end_with(q, theirs, plan.counts[q], plan, given) < best:
             plan.batch[i] = plan.batch[k]
             plan.batch[k] = own
@@ -411,7 +396,7 @@ def improve_once(p: int, gain: float, plan: PartialAssignment, given: Sequences,
     if try_orders(p, best, plan, given):
         return True
     n = len(plan.placed)
-    horizon = horizon_of(plan.ends, NEAR) if len(plan.ends) > NEAR else np.inf
+    horizon = np.sort(plan.ends)[NEAR - 1] if len(plan.ends) > NEAR else np.inf
     changed[p] = True
     for step in range(4):
         for i in range(n):

@@ -28,7 +28,7 @@ import numpy as np
 
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.deadline import is_late
-from hydragraph.planner.metis.metis_cost import price, samples_of, size_index, stage_bytes
+from hydragraph.planner.metis.metis_cost import powers_of_two, price, samples_of, size_index, stage_bytes
 from hydragraph.planner.metis.metis_walk import LEAST_MB, replicas_of_one_type
 from hydragraph.planner.metis.problem import Floats, Ints, MetisProblem, Tables
 
@@ -150,14 +150,11 @@ def replica_rows(
         if i > 0 and shares[i] == shares[i - 1] and kind == kinds[start + (i - 1) * width]:
             continue
         upto[rows] = 0.0
-        digit = 1
-        while digit <= shares[i]:
-            if shares[i] & digit:
-                m = size_index(tables, digit)
-                if m < 0 or not tables.known[kind, d, m]:
-                    return -1
-                upto[rows] += tables.upto[kind, d, m]
-            digit *= 2
+        for digit in powers_of_two(shares[i])[::-1]:
+            m = size_index(tables, digit)
+            if m < 0 or not tables.known[kind, d, m]:
+                return -1
+            upto[rows] += tables.upto[kind, d, m]
         if shares[i] < 0:
             return -1
         rows += 1
@@ -272,8 +269,7 @@ def best_labels(
         latest_at[rank] = min(latest_at[rank + 1], o.ahead[rank])
     value[0, 1:4] = least[0, 0]
     value[0, 5] = np.inf
-    origin[0, 0] = -1
-    origin[0, 3] = -1
+    origin[0] = -1, 0, 0, -1, 0
     heads[0, 0] = 0
     label_count = 1
     last = -1
@@ -295,6 +291,9 @@ def best_labels(
                     gradient = gradients(tables, o, option, first, end)
                     label = heads[start, first]
                     while label >= 0:
+                        if label_count == value.shape[0]:
+                            value = longer(value, 2 * label_count)
+                            origin = longer(origin, 2 * label_count)
                         handed = value[label, 4] / (min(value[label, 5], o.bandwidth[option]) * _MIB)
                         new[0] = value[label, 0] + handed + t
                         new[1] = max(value[label, 1], t, least[behind, end, 0])
@@ -309,8 +308,9 @@ def best_labels(
                             cost = new[0] + o.sync[option] + (batches - 1) * new[1] + new[2] + new[3] + fixed
                             if cost < best:
                                 best = cost
-                                origin, value, label_count = added(origin, value, label_count, before, option, end, new)
-                                last = label_count - 1
+                                last = label_count
+                                origin[last] = before, option, end, -1, 0
+                                label_count += 1
                             continue
                         new[4] = handed_on(tables, o, option, end)
                         new[5] = o.bandwidth[option]
@@ -319,32 +319,15 @@ def best_labels(
                         rest = (batches - 1) * new[1] + sums[behind, end]
                         if new[0] + soonest + new[2] + new[3] + fixed + rest >= best * (1.0 - _ROUNDING):
                             continue
-                        if is_needless(
-                            value, origin, heads[behind, end], new, stages, soonest, batches, latest_at[behind]
-                        ):
+                        head = heads[behind, end]
+                        if is_needless(value, origin, head, new, stages, soonest, batches, latest_at[behind]):
                             continue
-                        drop_needless(value, origin, heads, behind, end, new, stages, latest, batches, o.ahead[behind])
-                        origin, value, label_count = added(origin, value, label_count, before, option, end, new)
-                        origin[label_count - 1, 3] = heads[behind, end]
-                        origin[label_count - 1, 4] = stages
-                        heads[behind, end] = label_count - 1
+                        head = without_needless(value, origin, head, new, stages, latest, batches, o.ahead[behind])
+                        value[label_count] = new
+                        origin[label_count] = before, option, end, head, stages
+                        heads[behind, end] = label_count
+                        label_count += 1
     return origin, last, label_count
-
-
-@compiled
-def added(
-    origin: Ints, value: Floats, made: int, before: int, option: int, end: int, new: Floats
-) -> tuple[Ints, Floats, int]:
-    if made == value.shape[0]:
-        value = longer(value, 2 * made)
-        origin = longer(origin, 2 * made)
-    value[made] = new
-    origin[made, 0] = before
-    origin[made, 1] = option
-    origin[made, 2] = end
-    origin[made, 3] = -1
-    origin[made, 4] = 0
-    return origin, value, made + 1
 
 
 @compiled
@@ -377,20 +360,12 @@ def is_needless(
 
 
 @compiled
-def drop_needless(
-    value: Floats,
-    origin: Ints,
-    heads: Ints,
-    rank: int,
-    layer: int,
-    new: Floats,
-    stages: int,
-    latest: float,
-    batches: int,
-    fast: float,
-) -> None:
+def without_needless(
+    value: Floats, origin: Ints, head: int, new: Floats, stages: int, latest: float, batches: int, fast: float
+) -> int:
+    """Remove the labels that the new label dominates; return the first label that is left."""
     before = -1
-    label = heads[rank, layer]
+    label = head
     while label >= 0:
         here = value[label]
         following = origin[label, 3]
@@ -399,12 +374,13 @@ def drop_needless(
             more += latest - here[4] / (min(here[5], fast) * _MIB)
         if more <= 0.0 and origin[label, 4] <= stages:
             if before < 0:
-                heads[rank, layer] = following
+                head = following
             else:
                 origin[before, 3] = following
         else:
             before = label
         label = following
+    return head
 
 
 def _plan_of_sums(o: Options, chosen: Ints, ends: Ints) -> Ints:

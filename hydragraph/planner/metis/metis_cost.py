@@ -129,11 +129,7 @@ def one_type(kinds: Ints, start: int, size: int) -> bool:
 
 @compiled
 def least_bandwidth(tables: Tables, kinds: Ints, start: int, size: int) -> float:
-    least = tables.bandwidth[kinds[start]]
-    if not one_type(kinds, start, size):
-        for rank in range(start + 1, start + size):
-            least = min(least, tables.bandwidth[kinds[rank]])
-    return float(least)
+    return float(tables.bandwidth[kinds[start : start + size]].min())
 
 
 @compiled
@@ -196,17 +192,26 @@ def stage_ms(
 def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end: int) -> float:
     """Return a replica's milliseconds: the sum over the powers of two that add up to its number of samples."""
     total_ms = 0.0
+    for digit in powers_of_two(samples):
+        m = size_index(tables, digit)
+        if m < 0 or not tables.known[kind, d, m]:
+            return np.inf
+        total_ms += tables.upto[kind, d, m, end] - tables.upto[kind, d, m, first]
+    return total_ms
+
+
+@compiled
+def powers_of_two(samples: int) -> list[int]:
+    """Return the powers of two that add up to `samples`, the largest first; for -1 (not measured), only 1."""
+    powers = []
     digit = 1
     while 2 * digit <= samples:
         digit *= 2
     while digit > 0:
         if samples & digit:
-            m = size_index(tables, digit)
-            if m < 0 or not tables.known[kind, d, m]:
-                return np.inf
-            total_ms += tables.upto[kind, d, m, end] - tables.upto[kind, d, m, first]
+            powers.append(digit)
         digit //= 2
-    return total_ms
+    return powers
 
 
 @compiled

@@ -25,6 +25,7 @@ from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.metis.metis_cost import (
     degree_index,
     one_type,
+    powers_of_two,
     price,
     samples_of,
     size_index,
@@ -176,16 +177,13 @@ def change(dp: Ints, tp: Ints, left: Floats) -> bool:
 def capacity_mb(tables: Tables, kinds: Ints, groups: Ints, limits: Floats) -> None:
     start = 0
     for s in range(groups.size):
-        limits[s] = 0.0
+        capacity = tables.capacity[kinds[start : start + groups[s]]]
         if tables.per_rank:
-            limits[s] = np.inf
-            for rank in range(start, start + groups[s]):
-                limits[s] = min(limits[s], tables.capacity[kinds[rank]])
+            limits[s] = capacity.min()
         elif one_type(kinds, start, groups[s]):
-            limits[s] = tables.capacity[kinds[start]] * groups[s]
+            limits[s] = capacity[0] * groups[s]
         else:
-            for rank in range(start, start + groups[s]):
-                limits[s] += tables.capacity[kinds[rank]]
+            limits[s] = capacity.sum()
         start += groups[s]
 
 
@@ -275,15 +273,9 @@ def memory_mb(
         elif one_type(kinds, start, groups[s]):
             demand[s] += layers_mb(tables, kind, d, mbs, first, end) * tables.factor
         else:
-            shares = samples_of(tables, kinds, 0, kinds.size, dp[s], d, tables.batch // batches)
-            for i in range(dp[s]):
-                digit = 1
-                while 2 * digit <= shares[i]:
-                    digit *= 2
-                while digit > 0:
-                    if shares[i] & digit:
-                        demand[s] += layers_mb(tables, kind, d, digit, first, end) * tables.factor
-                    digit //= 2
+            for samples in samples_of(tables, kinds, 0, kinds.size, dp[s], d, tables.batch // batches):
+                for digit in powers_of_two(samples):
+                    demand[s] += layers_mb(tables, kind, d, digit, first, end) * tables.factor
         start += groups[s]
     return bool(np.isfinite(demand).all())
 
@@ -314,10 +306,7 @@ def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
     if room.sum() < missing:
         return False
     while missing > 0.01:
-        total = 0.0
-        for s in range(count):
-            if room[s] > 0.001:
-                total += speed[s]
+        total = speed[room > 0.001].sum()
         before = missing
         for s in range(count):
             part = speed[s] / total if room[s] > 0.001 else 0.0
@@ -347,12 +336,7 @@ def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None
     for _ in range(3):
         if not level(share, stage, capacity):
             break
-    bounds[:] = 0
-    for owning in stage:
-        if owning >= 0:
-            bounds[owning + 1] += 1
-    for s in range(count):
-        bounds[s + 1] += bounds[s]
+    bounds[1:] = np.cumsum(np.bincount(stage[stage >= 0], minlength=count))
 
 
 @compiled
@@ -413,10 +397,7 @@ def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
             if piece < low[s] and low[s] < lowest:
                 behind = s
                 lowest = low[s]
-        most = before
-        for s in range(before + 1, behind + 1):
-            if capacity[s] > capacity[most]:
-                most = s
+        most = before + np.argmax(capacity[before : behind + 1])
         capacity[most] -= split[piece]
         owner[piece] = most
         low[most] = min(low[most], piece)
@@ -426,31 +407,17 @@ def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
 @compiled
 def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
     """Write the stage that has more than half of each layer's pieces; other layers get no stage."""
-    pieces = np.zeros(count, dtype=np.int64)
     for layer in range(stage.size):
-        pieces[:] = 0
-        for q in range(layer * PIECES, (layer + 1) * PIECES):
-            pieces[owner[q]] += 1
-            if 2 * pieces[owner[q]] > PIECES:
-                stage[layer] = owner[q]
+        pieces = np.bincount(owner[layer * PIECES : (layer + 1) * PIECES], minlength=count)
+        if 2 * pieces.max() > PIECES:
+            stage[layer] = np.argmax(pieces)
 
 
 @compiled
 def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
-    count = speed.size
-    first = np.full(count, -1, dtype=np.int64)
-    last = np.full(count, -1, dtype=np.int64)
-    for layer in range(stage.size):
-        s = stage[layer]
-        if s >= 0:
-            if first[s] < 0:
-                first[s] = layer
-            last[s] = layer
-    for s in range(count):
-        total = 0.0
-        if first[s] >= 0:
-            for layer in range(first[s], last[s] + 1):
-                total += share[layer]
+    for s in range(speed.size):
+        layers = np.flatnonzero(stage == s)
+        total = share[layers[0] : layers[-1] + 1].sum() if layers.size > 0 else 0.0
         found[s] = speed[s] - total
 
 
@@ -466,18 +433,10 @@ def level(share: Floats, stage: Ints, capacity: Floats) -> bool:
         near = most + 1
     if near < 0:
         return False
-    size = 0
-    lowest = -1
-    highest = -1
-    for layer in range(stage.size):
-        if stage[layer] == near:
-            size += 1
-            if lowest < 0:
-                lowest = layer
-            highest = layer
-    if size < 2:
+    layers = np.flatnonzero(stage == near)
+    if layers.size < 2:
         return False
-    moved = highest if most > near else lowest
+    moved = layers[-1] if most > near else layers[0]
     largest = capacity[most]
     for s in range(count):
         now = capacity[s]
