@@ -21,8 +21,8 @@ from hydragraph.cost.costs import Costs
 from hydragraph.planner.deadline import is_late
 from hydragraph.planner.generators.device_groups import Group, GroupForm, NodeDevices, nodes_of, regular, runs, splits
 from hydragraph.planner.generators.group_prices import LayerPrices, free_bytes
-from hydragraph.planner.generators.pipelines_of_groups import PipelinePricing, pipeline_of
-from hydragraph.planner.price_candidate import form_of
+from hydragraph.planner.generators.pipelines_of_groups import PipelinePricing
+from hydragraph.planner.price_candidate import form_of, placed
 from hydragraph.planner.price_mini_batches import MiniBatchPrices
 from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
@@ -179,20 +179,13 @@ class DeviceMoves:
             if not sizes or sizes[0] != 1:
                 return None
             for run in runs(mine, regular(len(mine), degree, sizes)):
-                groups.append(Group(tuple(sorted(run)), node.site, max(self._rate[rank] for rank in run)))
+                rate = max(self._rate[rank] for rank in run)
+                groups.append(Group(tuple(sorted(run)), GroupForm(node.site, len(run), rate)))
         key = tuple(groups)
         if key not in self._made:
-            self._made[key] = self._laid(groups, count)
+            laid = self._bench.lay(tuple(sorted(self._forms[group.form] for group in groups)), count)
+            self._made[key] = placed([laid], groups, self._forms)[0] if laid.order else None
         return self._made[key]
-
-    def _laid(self, groups: Sequence[Group], count: int) -> Pipeline | None:
-        laid = self._bench.lay(tuple(sorted(self._forms[group.form] for group in groups)), count)
-        if not laid.order:
-            return None
-        waiting: dict[int, list[Group]] = {}
-        for group in groups:
-            waiting.setdefault(self._forms[group.form], []).append(group)
-        return pipeline_of((waiting[i].pop(0).devices for i in laid.order), laid.layers, laid.kinds)
 
 
 def climbed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import zip_longest
@@ -21,7 +21,7 @@ from hydragraph.cost.rank_memory import batch_bytes, micro_batches_until_peak
 from hydragraph.cost.schedule_replay import replayed
 from hydragraph.cost.stage_costs import stage_rows
 from hydragraph.planner.assignment.equal_sequences import rebalance
-from hydragraph.planner.generators.device_groups import Group, runs
+from hydragraph.planner.generators.device_groups import Group, GroupForm, runs
 from hydragraph.planner.generators.group_prices import state_bytes
 from hydragraph.planner.generators.pipeline_shares import shares
 from hydragraph.planner.generators.pipelines_of_groups import Partition, PipelineLayout, PipelinePricing, pipeline_of
@@ -149,17 +149,26 @@ def placed_candidates(found: Iterable[SearchCandidate]) -> list[Candidate]:
     candidates = []
     for each in sorted(found, key=lambda each: each.seconds):
         laid = each.laid()
-        within, across = (_placed(each, laid, by_stage) for by_stage in (False, True))
+        index = {form: i for i, form in enumerate(each.bench.forms)}
+        every = (placed(laid, each.groups, index, by_stage) for by_stage in (False, True))
+        within, across = (Strategy(tuple(sorted(some, key=lambda pipeline: min(pipeline.devices)))) for some in every)
         exposed_s = max(layout.exposed_s + more for layout, more in zip(laid, each.bench.awaited(laid), strict=True))
         different = None if across == within else across
         candidates.append(Candidate(within, each.origin, each.seconds, each.together, different, exposed_s))
     return candidates
 
 
-def _placed(candidate: SearchCandidate, laid: Sequence[PipelineLayout], by_stage: bool) -> Strategy:
+def placed(
+    laid: Sequence[PipelineLayout], groups: Iterable[Group], index: Mapping[GroupForm, int], by_stage: bool = False
+) -> list[Pipeline]:
+    """Return pipelines of groups.
+
+    Args:
+        index: number of each form in the layouts.
+        by_stage: whether all first stages get the first groups; if not, the first pipeline gets them.
+    """
     waiting: dict[int, list[Group]] = {}
-    index = {form: i for i, form in enumerate(candidate.bench.forms)}
-    for group in candidate.groups:
+    for group in groups:
         waiting.setdefault(index[group.form], []).append(group)
     places = [(p, s) for p, layout in enumerate(laid) for s in range(len(layout.order))]
     if by_stage:
@@ -167,11 +176,10 @@ def _placed(candidate: SearchCandidate, laid: Sequence[PipelineLayout], by_stage
     chosen: dict[tuple[int, int], Group] = {}
     for p, s in places:
         chosen[p, s] = waiting[laid[p].order[s]].pop(0)
-    pipelines = [
+    return [
         pipeline_of((chosen[p, s].devices for s in range(len(layout.order))), layout.layers, layout.kinds)
         for p, layout in enumerate(laid)
     ]
-    return Strategy(tuple(sorted(pipelines, key=lambda pipeline: min(pipeline.devices))))
 
 
 class PipelineEnds:

@@ -26,32 +26,24 @@ COMBINATIONS = 256
 
 
 @dataclass(frozen=True)
-class Group:
-    """Devices of one node that share each layer.
+class GroupForm:
+    """Key that is equal for interchangeable groups.
 
     Attributes:
         rate: slowest device's rate.
     """
 
-    devices: tuple[int, ...]
-    site: DeviceSite
-    rate: float
-
-    @property
-    def tp(self) -> int:
-        return len(self.devices)
-
-    @property
-    def form(self) -> GroupForm:
-        """Key that is equal for interchangeable groups."""
-        return GroupForm(self.site, self.tp, self.rate)
-
-
-@dataclass(frozen=True)
-class GroupForm:
     site: DeviceSite
     tp: int
     rate: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices of one node that share each layer."""
+
+    devices: tuple[int, ...]
+    form: GroupForm
 
 
 @dataclass(frozen=True)
@@ -166,7 +158,7 @@ def _ranked(node: NodeDevices, sizes: tuple[int, ...], seconds: tuple[float, ...
 
 def _groups(node: NodeDevices, shape: Sequence[int]) -> list[Group]:
     every = zip(runs(node.devices, shape), runs(node.rates, shape), strict=True)
-    return [Group(tuple(sorted(devices)), node.site, rates[0]) for devices, rates in every]
+    return [Group(tuple(sorted(devices)), GroupForm(node.site, len(devices), rates[0])) for devices, rates in every]
 
 
 def runs(items: Sequence[T], sizes: Iterable[int]) -> Iterator[tuple[T, ...]]:

@@ -28,7 +28,14 @@ import numpy as np
 
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.deadline import is_late
-from hydragraph.planner.metis.metis_cost import powers_of_two, price, samples_of, size_index, stage_bytes
+from hydragraph.planner.metis.metis_cost import (
+    StageRanks,
+    powers_of_two,
+    price,
+    samples_of,
+    size_index,
+    stage_bytes,
+)
 from hydragraph.planner.metis.metis_walk import LEAST_MB, replicas_of_one_type
 from hydragraph.planner.metis.problem import Floats, Ints, MetisProblem, Tables
 
@@ -456,7 +463,7 @@ def optimum(
         kinds = problem.kinds(types)
         places = problem.places(types)
         shapes = shapes_of(tables, kinds, places, sizes, mixed_tp, problem.max_tp)
-        for batches in _divisors(problem.batch):
+        for batches in (number for number in range(1, problem.batch + 1) if problem.batch % number == 0):
             if best is not None and is_late(until):
                 break
             options = options_of(tables, kinds, shapes, batches)
@@ -466,7 +473,10 @@ def optimum(
             rows = _plan_of_sums(options, chosen, ends)
             if rows.shape[1] > fewest:
                 best = _better(problem, best, types, batches, rows)
-            cases.append(_Case(_bound(problem, batches, sums, least), types, batches, options, sums, least))
+            start = least[0, 0]
+            pipeline_ms = (batches - 1) * start[0] + start[1] + start[2] + sums[0, 0]
+            bound = float(pipeline_ms + batches * tables.generator)
+            cases.append(_Case(bound, types, batches, options, sums, least))
     labels = 0 if known is None else known.labels
     for case in sorted(cases, key=lambda case: case.bound):
         if best is not None and (is_late(until) or case.bound >= best.cost * (1.0 - _ROUNDING)):
@@ -480,17 +490,7 @@ def optimum(
 
 
 def _better(problem: MetisProblem, best: Optimum | None, types: tuple[str, ...], batches: int, rows: Ints) -> Optimum:
-    groups, dp, tp = rows[:3, :-1].copy()
-    parts_ms = price(problem.tables, problem.kinds(types), groups, dp, tp, rows[3], batches, len(groups))
+    ranks = StageRanks(problem.kinds(types), *rows[:3, :-1].copy())
+    parts_ms = price(problem.tables, ranks, rows[3], batches, len(ranks.groups))
     cost = float(parts_ms.sum())
     return Optimum(types, batches, rows, cost, 0) if best is None or cost < best.cost else best
-
-
-def _bound(problem: MetisProblem, batches: int, sums: Floats, least: Floats) -> float:
-    start = least[0, 0]
-    pipeline = (batches - 1) * start[0] + start[1] + start[2] + sums[0, 0]
-    return float(pipeline + batches * problem.tables.generator)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -20,6 +20,7 @@ in milliseconds, with the least bandwidth of any type involved.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,22 @@ _MIB = 1024.0 * 1024.0
 PARTS = ("execution", "sync", "optimizer", "gradients", "activations", "generator")
 
 
+class StageRanks(NamedTuple):
+    """Ranks of stages.
+
+    Attributes:
+        kinds: type of each rank [N].
+        groups: ranks of each stage [S].
+        dp: replicas of each stage [S].
+        tp: ranks per replica [S].
+    """
+
+    kinds: Ints
+    groups: Ints
+    dp: Ints
+    tp: Ints
+
+
 def parts(plan: StagePlan) -> dict[str, float]:
     """Return each part of a plan's cost in milliseconds.
 
@@ -39,21 +56,13 @@ def parts(plan: StagePlan) -> dict[str, float]:
     Raises:
         ValueError: the profile has no measurement for a stage.
     """
-    tables = plan.problem.tables
-    dp, tp = (np.array(column, dtype=np.int64) for column in zip(*plan.degrees, strict=True))
     problem = plan.problem
+    tables = problem.tables
+    dp, tp = zip(*plan.degrees, strict=True)
     if max(tp) > 1 << (tables.upto.shape[1] - 1):
         raise ValueError(f"{plan} has tp {max(tp)}: use degrees up to {1 << (tables.upto.shape[1] - 1)}")
-    parts_ms = price(
-        tables,
-        problem.kinds(plan.types),
-        np.array(plan.groups, dtype=np.int64),
-        dp,
-        tp,
-        np.array(plan.partition, dtype=np.int64),
-        plan.batches,
-        len(plan.groups),
-    )
+    ranks = StageRanks(problem.kinds(plan.types), *(np.array(column, np.int64) for column in (plan.groups, dp, tp)))
+    parts_ms = price(tables, ranks, np.array(plan.partition, np.int64), plan.batches, len(plan.groups))
     if not np.isfinite(parts_ms).all():
         raise ValueError(
             f"{plan}: the profile has no entry for a stage's micro-batch size or degree; measure all stages first"
@@ -70,19 +79,14 @@ def cost(plan: StagePlan) -> float:
 
 
 @partial(compiled, shared=True)
-def price(
-    tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, bounds: Ints, batches: int, count: int
-) -> Floats:
+def price(tables: Tables, ranks: StageRanks, bounds: Ints, batches: int, count: int) -> Floats:
     """Return the parts [6] of a plan's cost, infinite if not measured.
 
     Args:
-        kinds: type of each rank [N].
-        groups: ranks of each stage [S].
-        dp: replicas of each stage [S].
-        tp: ranks per replica [S].
         bounds: first layer of each stage, and the end [S + 1].
         count: number of stages to price; Metis sometimes prices only the first stage.
     """
+    kinds, groups, dp, tp = ranks
     layers = tables.share.size
     parts_ms = np.zeros(6)
     slowest = 0.0

@@ -23,6 +23,7 @@ import numpy as np
 
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.metis.metis_cost import (
+    StageRanks,
     degree_index,
     one_type,
     powers_of_two,
@@ -79,24 +80,22 @@ def walk(
     claimed = np.inf
     micro_batches = 0
     plan = np.zeros((4, count + 1), dtype=np.int64)
-    for row in range(divisions.shape[0]):
-        groups = divisions[row]
+    for groups in divisions:
         capacity_mb(tables, kinds, groups, limits)
         for batches in range(tables.batch, 0, -1):
             if tables.batch % batches:
                 continue
             dp = groups.copy()
             tp = np.ones_like(groups)
+            ranks = StageRanks(kinds, groups, dp, tp)
             pending_steps = 0
             has_left = False
             has_lacking = False
             more = True
             while more:
                 attempt = 0
-                if degrees_are_valid(tables, dp, tp, batches, max_tp):
-                    attempt, failed = divide(
-                        tables, kinds, groups, dp, tp, batches, split, limits, bounds, left, lacking
-                    )
+                if degrees_are_valid(tables, ranks, batches, max_tp):
+                    attempt, failed = divide(tables, ranks, batches, split, limits, bounds, left, lacking)
                     pending_steps += failed
                     if attempt >= 0:
                         has_left = attempt > 0
@@ -104,10 +103,10 @@ def walk(
                 if attempt > 0:
                     steps += pending_steps
                     pending_steps = 0
-                    cost = price(tables, kinds, groups, dp, tp, bounds, batches, count).sum()
+                    cost = price(tables, ranks, bounds, batches, count).sum()
                     claimed = min(claimed, cost)
                     if stages < count:
-                        claimed = min(claimed, price(tables, kinds, groups, dp, tp, bounds, batches, stages).sum())
+                        claimed = min(claimed, price(tables, ranks, bounds, batches, stages).sum())
                     if cost < best and can_train(places, groups, tp, bounds, layers, mixed_tp):
                         best = cost
                         micro_batches = batches
@@ -152,12 +151,9 @@ def replicas_of_one_type(kinds: Ints, start: int, size: int, tp: int) -> bool:
 
 
 @compiled
-def degrees_are_valid(tables: Tables, dp: Ints, tp: Ints, batches: int, max_tp: int) -> bool:
-    for s in range(dp.size):
-        mbs = tables.batch // dp[s] // batches
-        if mbs == 0 or mbs >= tables.size_at.size or tp[s] > max_tp:
-            return False
-    return True
+def degrees_are_valid(tables: Tables, ranks: StageRanks, batches: int, max_tp: int) -> bool:
+    mbs = tables.batch // ranks.dp // batches
+    return bool(mbs.min() > 0 and mbs.max() < tables.size_at.size and ranks.tp.max() <= max_tp)
 
 
 @compiled
@@ -190,10 +186,7 @@ def capacity_mb(tables: Tables, kinds: Ints, groups: Ints, limits: Floats) -> No
 @compiled
 def divide(
     tables: Tables,
-    kinds: Ints,
-    groups: Ints,
-    dp: Ints,
-    tp: Ints,
+    ranks: StageRanks,
     batches: int,
     split: Floats,
     limits: Floats,
@@ -206,20 +199,16 @@ def divide(
     Returns:
         The attempt that fitted (0: none; -1: not measured), and the number of failed attempts.
     """
-    count = groups.size
-    speed = np.zeros(count)
-    if not speeds(tables, kinds, groups, dp, tp, batches, speed):
+    speed = np.zeros(ranks.groups.size)
+    if not speeds(tables, ranks, batches, speed):
         return -1, 0
-    demand = np.zeros(count)
+    demand = np.zeros(speed.size)
     for attempt in range(1, ATTEMPTS + 1):
         partition(tables.share, split, speed, bounds)
-        if not memory_mb(tables, kinds, groups, dp, tp, batches, bounds, demand):
+        if not memory_mb(tables, ranks, batches, bounds, demand):
             return -1, 0
-        fits = True
-        for s in range(count):
-            left[s] = limits[s] - demand[s]
-            fits = fits and left[s] >= 0
-        if fits:
+        left[:] = limits - demand
+        if left.min() >= 0:
             return attempt, attempt - 1
         if attempt == 1:
             lacking[:] = left
@@ -229,54 +218,53 @@ def divide(
 
 
 @compiled
-def speeds(tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batches: int, found: Floats) -> bool:
+def speeds(tables: Tables, ranks: StageRanks, batches: int, found: Floats) -> bool:
     """Write each stage's fraction of the total speed; return whether all stages were measured."""
     layers = tables.share.size
     start = 0
     total = 0.0
-    for s in range(groups.size):
-        d = degree_index(tp[s])
+    for s in range(found.size):
+        d = degree_index(ranks.tp[s])
         if d >= tables.upto.shape[1]:
             return False
-        took = stage_ms(tables, kinds, start, groups[s], dp[s], d, 0, layers, batches)
+        took = stage_ms(tables, ranks.kinds, start, ranks.groups[s], ranks.dp[s], d, 0, layers, batches)
         if not np.isfinite(took):
             return False
         found[s] = 1.0 / took if took != 0 else 0.0
         total += found[s]
-        start += groups[s]
+        start += ranks.groups[s]
     found /= total
     return bool(total > 0)
 
 
 @compiled
-def memory_mb(
-    tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batches: int, bounds: Ints, demand: Floats
-) -> bool:
+def memory_mb(tables: Tables, ranks: StageRanks, batches: int, bounds: Ints, demand: Floats) -> bool:
     """Write each stage's memory in MB, as Metis computes it, to `demand`; return whether all stages were measured.
 
     As in Metis, all stages use the measurements of rank 0's type, and a stage of mixed types divides its samples as if
     it had all devices. If memory is limited per rank, the type that needs the most memory counts.
     """
+    kinds = ranks.kinds
     kind = kinds[0]
     start = 0
-    for s in range(groups.size):
-        d = degree_index(tp[s])
+    for s in range(demand.size):
+        d = degree_index(ranks.tp[s])
         first, end = bounds[s], bounds[s + 1]
-        mbs = tables.batch // batches // dp[s]
+        mbs = tables.batch // batches // ranks.dp[s]
         demand[s] = LEAST_MB
         if tables.per_rank:
             needed = 0.0
-            for rank in range(start, start + groups[s]):
+            for rank in range(start, start + ranks.groups[s]):
                 if rank == start or kinds[rank] != kinds[rank - 1]:
                     needed = max(needed, layers_mb(tables, kinds[rank], d, mbs, first, end))
             demand[s] += needed * tables.factor
-        elif one_type(kinds, start, groups[s]):
+        elif one_type(kinds, start, ranks.groups[s]):
             demand[s] += layers_mb(tables, kind, d, mbs, first, end) * tables.factor
         else:
-            for samples in samples_of(tables, kinds, 0, kinds.size, dp[s], d, tables.batch // batches):
+            for samples in samples_of(tables, kinds, 0, kinds.size, ranks.dp[s], d, tables.batch // batches):
                 for digit in powers_of_two(samples):
                     demand[s] += layers_mb(tables, kind, d, digit, first, end) * tables.factor
-        start += groups[s]
+        start += ranks.groups[s]
     return bool(np.isfinite(demand).all())
 
 
@@ -417,7 +405,7 @@ def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
 def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
     for s in range(speed.size):
         layers = np.flatnonzero(stage == s)
-        total = share[layers[0] : layers[-1] + 1].sum() if layers.size > 0 else 0.0
+        total = np.cumsum(share[layers[0] : layers[-1] + 1])[-1] if layers.size > 0 else 0.0
         found[s] = speed[s] - total
 
 

@@ -67,7 +67,7 @@ def test_every_grouping_has_every_running_device_once_and_stays_in_its_node() ->
         devices = Counter(device for group in groups for device in group.devices)
         assert devices == Counter(rank for rank in range(12) if rank != 6)
         assert all(len({costs.cluster.node_of(d) for d in group.devices}) == 1 for group in groups)
-        assert all(group.rate == max(health.rate(d) for d in group.devices) for group in groups)
+        assert all(group.form.rate == max(health.rate(d) for d in group.devices) for group in groups)
 
 
 def test_symmetric_groupings_have_one_degree() -> None:
@@ -75,8 +75,8 @@ def test_symmetric_groupings_have_one_degree() -> None:
     prices = LayerPrices(costs, [100])
     both = groupings(costs, prices, nodes_of(costs))
     symmetric = groupings(costs, prices, nodes_of(costs), symmetric=True)
-    assert {tuple(sorted({g.tp for g in groups})) for groups in both} == {(1,), (2,), (1, 2)}
-    assert {tuple(sorted({g.tp for g in groups})) for groups in symmetric} == {(1,), (2,)}
+    assert {tuple(sorted({g.form.tp for g in groups})) for groups in both} == {(1,), (2,), (1, 2)}
+    assert {tuple(sorted({g.form.tp for g in groups})) for groups in symmetric} == {(1,), (2,)}
 
 
 def test_a_device_that_no_group_takes_stays_idle() -> None:
@@ -84,4 +84,4 @@ def test_a_device_that_no_group_takes_stays_idle() -> None:
     costs = priced.costs(4, priced.cluster(3), Health({1: 2.57}))
     pairs = costs.changed(profile=costs.profile.of_cut(*next(cut for cut in costs.profile.cuts if cut[0] == 2)))
     found = groupings(pairs, LayerPrices(pairs, [100]), nodes_of(pairs))
-    assert [[group.tp for group in groups] for groups in found] == [[2]]
+    assert [[group.form.tp for group in groups] for groups in found] == [[2]]
