@@ -169,13 +169,13 @@ def finalists(
     moved: Moved | None,
     exactly: Exactly,
     clock: TimeEstimates,
-) -> Finalists:
-    """Choose owners and check memory for the most promising proposals, and simulate the best.
+) -> list[Proposal]:
+    """Choose owners and check memory for the most promising proposals, and simulate the best; return the others.
 
     Args:
         near: also check proposals slower than the best by at most this fraction.
         until: after this deadline, return as soon as one plan fits in memory.
-        known: results of earlier calls, extended in place.
+        known: results, including those of earlier calls, extended in place.
         moved: if given, sorts proposals within `near` by the bytes of state that change owner.
         clock: estimates of earlier calls.
     """
@@ -187,7 +187,6 @@ def finalists(
     queue = _Queue(clock, deque(sorted(others, key=lambda each: each.least_s)), until, near, moved)
     queue.add_all(estimates)
     settled: dict[Strategy, PricedPlan] = {}
-    short: list[Shortage] = []
     while True:
         best = min((one.seconds for one in settled.values()), default=math.inf)
         enough = len(settled) >= (SETTLED if near else _simulations(costs))
@@ -208,12 +207,9 @@ def finalists(
         if isinstance(one, PricedPlan) and able and not one.simulated:
             one = exactly(one)
         known[asked] = one
-        if isinstance(one, Shortage):
-            short.append(one)
-        else:
+        if isinstance(one, PricedPlan):
             settled[proposal.strategy] = one
-    passed = [waiting for waiting in queue.left() if waiting.strategy not in settled]
-    return Finalists(tuple(settled.values()), tuple(passed), tuple(short))
+    return [waiting for waiting in queue.left() if waiting.strategy not in settled]
 
 
 @dataclass(eq=False)

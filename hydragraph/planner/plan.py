@@ -399,14 +399,14 @@ def _looked_at(
     ask = partial(search, costs, typical.sequences, typical.length, until=ended, group_prices=group_prices)
     every: list[list[Candidate]] = []
     for way in ways:
-        candidates: list[SearchCandidate] = []
+        searched: list[SearchCandidate] = []
         for reach in reaches:
-            candidates += unlike(ask(way, reach=reach, safety=safety))[:SETTLED]
+            searched += unlike(ask(way, reach=reach, safety=safety))[:SETTLED]
         if not workload.lengths and not way.published:
-            candidates += _pooled(costs, workload, candidates, ended)
+            searched += _pooled(costs, workload, searched, ended)
             if _tight(costs) and not is_late(ended):
-                candidates += _pooled(costs, workload, unlike(ask(way, safety=ROOMY * safety))[:SETTLED], ended)
-        every.append(placed_candidates(candidates))
+                searched += _pooled(costs, workload, unlike(ask(way, safety=ROOMY * safety))[:SETTLED], ended)
+        every.append(placed_candidates(searched))
     if method in ("search", "metis") or (method == "auto" and until is None and costs.ranks <= FEW):
         every.append(_staged(costs, typical, method, until))
     plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, group_prices, apart=until is not None)
@@ -416,9 +416,9 @@ def _looked_at(
     outcomes: dict[tuple[Strategy, Assignment], PricedPlan | Shortage] = {}
     passed: list[Proposal] = []
     clock = TimeEstimates(costs)
-    for some in every:
-        ranked_proposals = proposals(costs, workload.batches[0], some)
-        passed += finalists(costs, ranked_proposals, asked.near, until, outcomes, moved, exactly, clock).passed
+    for candidates in every:
+        proposed = proposals(costs, workload.batches[0], candidates)
+        passed += finalists(costs, proposed, asked.near, until, outcomes, moved, exactly, clock)
     return Finalists.of(outcomes.values(), passed)
 
 
@@ -555,20 +555,14 @@ def _useful(costs: Costs, asked: _Question, chosen: PricedPlan, settled: Sequenc
     kept = [chosen]
     now = list(chosen.by_batch)
     left = list(settled)
-    while len(kept) < CANDIDATES:
-        saved = {
-            i: sum(max(0.0, a - b) for a, b in zip(now, candidate.by_batch, strict=True))
-            for i, candidate in enumerate(left)
-        }
-        best = max(saved, key=lambda i: (saved[i], -i), default=None)
-        if best is None or saved[best] <= WORTH * sum(now):
+    while left and len(kept) < CANDIDATES:
+        saved = [sum(max(0.0, a - b) for a, b in zip(now, each.by_batch, strict=True)) for each in left]
+        best = saved.index(max(saved))
+        if saved[best] <= WORTH * sum(now):
             break
-        candidate = left.pop(best)
-        owned = (
-            candidate
-            if candidate.home == chosen.home
-            else varied.settle(candidate.strategy, candidate.origin, chosen.home)
-        )
+        owned: PricedPlan | Shortage = left.pop(best)
+        if isinstance(owned, PricedPlan) and owned.home != chosen.home:
+            owned = varied.settle(owned.strategy, owned.origin, chosen.home)
         if isinstance(owned, Shortage):
             continue
         owned = one_by_one(costs, owned) if asked.deterministic else owned

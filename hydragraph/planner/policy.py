@@ -69,16 +69,14 @@ def static_or_dynamic(
     batches: Sequence[Sequence[int]],
     policy: Policy,
 ) -> Decision:
-    from hydragraph.planner.assignment.best_candidate import (
-        compare_pipelines,
-    )
+    from hydragraph.planner.assignment.best_candidate import compare_pipelines
 
-    totals = [0.0] * len(candidates)
-    chosen = 0.0
-    for lengths in batches[: policy.sample]:
-        choice = compare_pipelines(candidates, lengths, charges, all_of_them=True, seed=policy.seed)
-        chosen += choice.seconds
-        totals = [total + verdict.seconds for total, verdict in zip(totals, choice.verdicts, strict=True)]
+    choices = [
+        compare_pipelines(candidates, lengths, charges, all_of_them=True, seed=policy.seed)
+        for lengths in batches[: policy.sample]
+    ]
+    totals = [sum((choice.verdicts[i].seconds for choice in choices), 0.0) for i in range(len(candidates))]
+    chosen = sum((choice.seconds for choice in choices), 0.0)
     best = min(range(len(totals)), key=lambda i: (totals[i], i))
     if totals[best] == float("inf"):
         return Decision(None, 1.0, True, (*totals, chosen))

@@ -23,16 +23,13 @@ def refit(known: Sequence[Strategy], ranks: int, layers: int, fits: Fits) -> tup
     Raises:
         Unsupported: no strategy fits.
     """
-    kept = tuple(strategy for strategy in known if fits(strategy))
-    return kept or (_first(known[0], ranks, layers, fits),)
-
-
-def _first(model: Strategy, ranks: int, layers: int, fits: Fits) -> Strategy:
-    for strategy in _shapes(model, ranks, layers):
+    if kept := tuple(strategy for strategy in known if fits(strategy)):
+        return kept
+    for strategy in _shapes(known[0], ranks, layers):
         if fits(strategy):
-            return strategy
+            return (strategy,)
     raise Unsupported(
-        f"no strategy like {model} fits",
+        f"no strategy like {known[0]} fits",
         where=f"{ranks} ranks",
         remedy="add a strategy that runs on fewer ranks",
     )

@@ -62,9 +62,7 @@ class PlanRequest:
         return max((p.seconds(batches) for p, batches in tokens if batches), default=0.0) + self.charges[candidate]
 
     def choose(self, lengths: tuple[int, ...]) -> Choice:
-        from hydragraph.planner.assignment.best_candidate import (
-            compare_pipelines,
-        )
+        from hydragraph.planner.assignment.best_candidate import compare_pipelines
 
         now = self.reaching(max(lengths, default=0))
         return compare_pipelines(now.candidates, lengths, now.charges, seed=now.seed)

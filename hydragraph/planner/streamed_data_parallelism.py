@@ -21,6 +21,7 @@ from hydragraph.planner.micro_batch_sizes import ANY, pipeline_costs
 from hydragraph.planner.price_candidate import PricedPlan, Shortage, owners
 from hydragraph.planner.price_mini_batches import MiniBatchPrices
 from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.home import Home
 from hydragraph.spec.pipeline import GRADIENTS, Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
@@ -39,25 +40,25 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
     """
     varied = MiniBatchPrices(costs, workload.batches)
     outcomes: list[PricedPlan | Shortage] = []
-    fitting: list[tuple[float, Strategy, PricedPlan]] = []
+    fitting: list[tuple[float, Strategy, Home]] = []
     for strategy in _strategies(costs):
         if is_late(until) and math.isfinite(below_s):
             break
         computing = computing_s(costs, strategy, workload)
         if max(computing, traffic_s(costs, strategy, [1] * len(strategy.pipelines))) >= below_s:
             continue
-        settled = _least(costs, strategy, workload.longest)
-        if isinstance(settled, Shortage):
-            outcomes.append(settled)
+        choice = _least(costs, strategy, workload.longest)
+        if isinstance(choice, Shortage):
+            outcomes.append(choice)
             continue
-        owned = costs.changed(home=settled.home)
+        owned = costs.changed(home=choice[0])
         expected = max(computing, traffic_s(owned, strategy, micro_batches_of_each(owned, strategy, workload)))
-        fitting.append((expected, strategy, settled))
+        fitting.append((expected, strategy, choice[0]))
     able = 0
-    for expected, strategy, settled in sorted(fitting, key=lambda each: each[0]):
+    for expected, strategy, home in sorted(fitting, key=lambda each: each[0]):
         if able == SIMULATED or expected >= below_s or (is_late(until) and math.isfinite(below_s)):
             break
-        one = _without_idle(varied, varied.settle(strategy, "streamed", settled.home))
+        one = _without_idle(varied, varied.settle(strategy, "streamed", home))
         outcomes.append(one)
         if isinstance(one, PricedPlan) and math.isfinite(one.seconds):
             able += 1
@@ -83,7 +84,7 @@ def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
     larger = costs.changed(cluster=replace(costs.cluster, devices=devices))
     every = [strategy for strategy in _strategies(larger) if strategy.pipelines[0].stages[0].stream is True]
     last = max(every, key=lambda s: (s.pipelines[0].stages[0].tp, s.pipelines[0].stages[0].kind), default=None)
-    return last is not None and isinstance(_least(larger, last, longest), PricedPlan)
+    return last is not None and not isinstance(_least(larger, last, longest), Shortage)
 
 
 def groups_by_kind(costs: Costs) -> Iterator[tuple[StageKind, list[tuple[int, ...]]]]:
@@ -108,12 +109,8 @@ def _strategies(costs: Costs) -> Iterator[Strategy]:
             yield Strategy(tuple(Pipeline((stage,)) for stage in stages))
 
 
-def _least(costs: Costs, strategy: Strategy, longest: int) -> PricedPlan | Shortage:
-    assignment = Assignment.even([1] * len(strategy.pipelines), longest)
-    choice = owners(costs, strategy, assignment)
-    if isinstance(choice, Shortage):
-        return choice
-    return PricedPlan(strategy, choice[0], (assignment,), (math.inf,), choice[1], "streamed", simulated=False)
+def _least(costs: Costs, strategy: Strategy, longest: int) -> tuple[Home, tuple[int, ...]] | Shortage:
+    return owners(costs, strategy, Assignment.even([1] * len(strategy.pipelines), longest))
 
 
 def computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:

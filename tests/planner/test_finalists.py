@@ -53,7 +53,8 @@ def selected(
 ) -> Finalists:
     known = {} if known is None else known
     exactly = exactly or partial(simulated, costs)
-    return finalists(costs, found, near, until, known, moved, exactly, clock or TimeEstimates(costs))
+    passed = finalists(costs, found, near, until, known, moved, exactly, clock or TimeEstimates(costs))
+    return Finalists.of(known.values(), passed)
 
 
 def test_the_best_is_simulated_and_what_was_passed_ends_later() -> None:

@@ -92,7 +92,9 @@ def simple(
         kept[row] += 1
         if kept[row] <= KEPT:
             order = _order(len(groups.ranks), depth, by_stage)
-            plans.append(Candidate(_strategy(groups, order, laid), "simple", laid.seconds, together))
+            devices = ([groups.ranks[g] for g in row] for row in order.tolist())
+            strategy = Strategy(tuple(pipeline_of(each, laid.layers, laid.kinds) for each in devices))
+            plans.append(Candidate(strategy, "simple", laid.seconds, together))
     return plans
 
 
@@ -107,11 +109,6 @@ def _quickest(prices: LayerPrices, groups: _Groups, degree: int) -> _Groups:
     layer_s = [min((o.layer_s for o in prices.options(site, degree)), default=math.inf) for site in groups.sites]
     g = int(np.argmin(groups.rates * np.array(layer_s)))
     return _Groups(groups.ranks[g : g + 1], groups.sites[g : g + 1], groups.rates[g : g + 1], groups.free[g : g + 1])
-
-
-def _strategy(groups: _Groups, order: NDArray[np.int64], laid: _Laid) -> Strategy:
-    devices = ([groups.ranks[g] for g in row] for row in order.tolist())
-    return Strategy(tuple(pipeline_of(each, laid.layers, laid.kinds) for each in devices))
 
 
 def common_degrees(costs: Costs) -> list[int]:

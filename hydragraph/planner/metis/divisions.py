@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
@@ -21,40 +20,32 @@ def divisions(ranks: int, stages: int) -> Iterator[Ints]:
     """
     least = max(1, ranks // stages)
     sizes = [1 << i for i in range(ranks.bit_length()) if 1 << i >= least]
-    rows = (row for counts in _counts(ranks, stages, sizes) for row in _orders(counts))
+    rows = (row for counts in _counts(ranks, stages, sizes) for row in _orders(counts, stages))
     while chunk := list(islice(rows, _CHUNK)):
         yield np.array(chunk, dtype=np.int64)
 
 
-def _counts(ranks: int, stages: int, sizes: list[int]) -> Iterator[Counter[int]]:
+def _counts(ranks: int, stages: int, sizes: list[int]) -> Iterator[dict[int, int]]:
     if not sizes:
         if not ranks and not stages:
-            yield Counter()
+            yield {}
         return
     *smaller, largest = sizes
     for many in range(min(stages, ranks // largest), -1, -1):
         others = stages - many
         rest = ranks - many * largest
         if others * sizes[0] <= rest <= others * (smaller[-1] if smaller else 0):
-            for smaller_counts in _counts(rest, others, smaller):
-                yield smaller_counts + Counter({largest: many})
+            for further in _counts(rest, others, smaller):
+                yield {largest: many, **further}
 
 
-def _orders(counts: Counter[int]) -> Iterator[tuple[int, ...]]:
-    row: list[int] = []
-    left = dict(sorted(counts.items(), reverse=True))
-    total = sum(counts.values())
-
-    def further() -> Iterator[tuple[int, ...]]:
-        if len(row) == total:
-            yield tuple(row)
-            return
-        for size in left:
-            if left[size]:
-                left[size] -= 1
-                row.append(size)
-                yield from further()
-                row.pop()
-                left[size] += 1
-
-    return further()
+def _orders(left: dict[int, int], stages: int) -> Iterator[tuple[int, ...]]:
+    if not stages:
+        yield ()
+        return
+    for size in left:
+        if left[size]:
+            left[size] -= 1
+            for following in _orders(left, stages - 1):
+                yield (size, *following)
+            left[size] += 1
