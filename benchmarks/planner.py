@@ -250,7 +250,7 @@ def warm_up(case: Case) -> Timed:
         for method in ("search", "greedy"):
             dispatch(MIX, case.profile, lengths, method=method)  # type: ignore[arg-type]
         pack_pipeline(case.profile.pipelines(MIX)[0], lengths)
-        planner.choose([MIX], case.profile, lengths)
+        planner.compare([MIX], case.profile, lengths)
 
     return timed(action)[0]
 

@@ -13,7 +13,6 @@ __all__, __getattr__, __dir__ = attributes(
         "PlannedAssignment": "hydragraph.planner.assignment.assign_mini_batch",
         "Verdict": "hydragraph.planner.assignment.best_candidate",
         "assign": "hydragraph.planner.assignment.assign_mini_batch",
-        "choose": "hydragraph.planner.assignment.best_candidate",
         "compare": "hydragraph.planner.assignment.best_candidate",
         "homogeneous": "hydragraph.planner.improve_schemes",
         "propose": "hydragraph.planner.generators.hydraulis",

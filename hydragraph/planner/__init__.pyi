@@ -4,7 +4,6 @@ from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment as
 from hydragraph.planner.assignment.assign_mini_batch import assign as assign
 from hydragraph.planner.assignment.best_candidate import Choice as Choice
 from hydragraph.planner.assignment.best_candidate import Verdict as Verdict
-from hydragraph.planner.assignment.best_candidate import choose as choose
 from hydragraph.planner.assignment.best_candidate import compare as compare
 from hydragraph.planner.generators.hydraulis import propose as propose
 from hydragraph.planner.improve_schemes import homogeneous as homogeneous

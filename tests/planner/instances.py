@@ -109,12 +109,12 @@ def broken(given: Instance) -> list[str]:
         plans.append(plan)
         seconds.append(plan.seconds + (given.profile.hetero_sync_s if len(set(candidate)) > 1 else 0.0))
     try:
-        index, chosen = planner.choose(given.candidates, given.profile, given.lengths, seed=given.seed)
+        choice = planner.compare(given.candidates, given.profile, given.lengths, seed=given.seed)
     except Unsupported:
-        return found + (["choose refuses what fits"] if any(np.isfinite(seconds)) else [])
-    if seconds[index] > min(seconds) * (1 + EXACT):
-        found.append(f"choose takes {seconds[index]!r} s, though a candidate takes {min(seconds)!r} s")
-    if chosen != plans[index]:
+        return found + (["compare refuses what fits"] if any(np.isfinite(seconds)) else [])
+    if seconds[choice.index] > min(seconds) * (1 + EXACT):
+        found.append(f"compare takes {seconds[choice.index]!r} s, though a candidate takes {min(seconds)!r} s")
+    if choice.assignment != plans[choice.index]:
         found.append("the same seed gives another plan")
     return found
 

@@ -54,14 +54,6 @@ class Choice:
         return self.verdicts[self.index].seconds
 
 
-def choose(
-    candidates: Sequence[Sequence[Scheme]], profile: Schemes, lengths: Sequence[int], *, seed: int = 0
-) -> tuple[int, PlannedAssignment]:
-    """Return the index and assignment of the candidate that finishes first."""
-    choice = compare(candidates, profile, lengths, seed=seed)
-    return choice.index, choice.assignment
-
-
 def compare(
     candidates: Sequence[Sequence[Scheme]],
     profile: Schemes,

@@ -140,12 +140,10 @@ def recount(placed: Ints, instance: AssignmentArrays, extra: Floats, changed: Bo
     """
     n = len(placed)
     # Sums are recomputed, not updated, so that equal assignments have bitwise equal ends.
-    for p in range(len(changed)):
-        if changed[p]:
-            state.loads[p] = 0.0
-            state.tokens[p] = 0.0
-            state.longest[p] = n
-            state.second[p] = n
+    state.loads[changed] = 0.0
+    state.tokens[changed] = 0.0
+    state.longest[changed] = n
+    state.second[changed] = n
     for i in range(n):
         p = placed[i]
         if p < 0 or not changed[p]:
@@ -156,12 +154,11 @@ def recount(placed: Ints, instance: AssignmentArrays, extra: Floats, changed: Bo
             state.longest[p] = i
         elif state.second[p] == n:
             state.second[p] = i
-    for p in range(len(changed)):
-        if changed[p]:
-            longest = instance.lengths[state.longest[p]] if state.longest[p] < n else 0.0
-            terms = instance.terms[instance.kind_of[p]]
-            state.ends[p] = extra[p] + finish(terms, state.loads[p], state.tokens[p], longest)
-            changed[p] = False
+    for p in np.flatnonzero(changed):
+        longest = instance.lengths[state.longest[p]] if state.longest[p] < n else 0.0
+        terms = instance.terms[instance.kind_of[p]]
+        state.ends[p] = extra[p] + finish(terms, state.loads[p], state.tokens[p], longest)
+    changed[:] = False
 
 
 @compiled

@@ -119,9 +119,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
     max_len = terms[MAX_LEN]
     low = max(1, math.ceil(lengths.sum() / max_len))
     high = min(max(low, int(lengths.sum() // terms[UTIL_LEN])), n)
-    bounds = np.empty(high - low + 1)
-    for v in range(low, high + 1):
-        bounds[v - low] = price(objective, largest_at_least(work, v), total, v, terms)
+    bounds = np.array([price(objective, largest_at_least(work, v), total, v, terms) for v in range(low, high + 1)])
     tried = np.full((KICKED, n), -1, np.int64)
     kept = np.full(KICKED, -1)
     values = np.full(len(bounds), np.inf)

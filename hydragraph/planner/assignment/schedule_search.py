@@ -123,14 +123,13 @@ def ends_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequence
 @compiled
 def recount(plan: PartialAssignment, given: Sequences, changed: Bools) -> None:
     """Recompute changed pipelines from `placed`, `batch`, `order` and `counts`."""
-    for p in range(len(changed)):
-        if changed[p]:
-            for x in range(plan.counts[p]):
-                m = plan.order[p, x]
-                plan.members[m] = 0
-                plan.squares[m] = 0.0
-                plan.tokens[m] = 0.0
-                plan.near[m] = 0.0
+    for p in np.flatnonzero(changed):
+        for x in range(plan.counts[p]):
+            m = plan.order[p, x]
+            plan.members[m] = 0
+            plan.squares[m] = 0.0
+            plan.tokens[m] = 0.0
+            plan.near[m] = 0.0
     for i in range(len(plan.placed)):
         if changed[plan.placed[i]]:
             m = plan.batch[i]
@@ -138,9 +137,7 @@ def recount(plan: PartialAssignment, given: Sequences, changed: Bools) -> None:
             plan.squares[m] += given.lengths[i] * given.lengths[i]
             plan.tokens[m] += given.lengths[i]
             add_pairs(plan.near[m], given.terms.reaches, given.lengths[i], 1.0)
-    for p in range(len(changed)):
-        if not changed[p]:
-            continue
+    for p in np.flatnonzero(changed):
         t = given.kind_of[p]
         stages = given.terms.stages[t]
         plan.busy[p] = 0.0
@@ -151,7 +148,7 @@ def recount(plan: PartialAssignment, given: Sequences, changed: Bools) -> None:
                 for part in range(AHEAD):
                     plan.busy[p, s] += plan.rows[m, s, part]
         plan.ends[p] = end_with(p, plan.order[p], plan.counts[p], plan, given)
-        changed[p] = False
+    changed[:] = False
 
 
 @compiled

@@ -97,10 +97,7 @@ def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 def power(node: NodeDevices, split: Sequence[int], seconds: Mapping[int, float]) -> float:
     """Return a split's sum of 1 / y."""
-    total = 0.0
-    for rates in runs(node.rates, split):
-        total += 1 / (rates[0] * seconds[len(rates)])
-    return total
+    return sum(1 / (rates[0] * seconds[len(rates)]) for rates in runs(node.rates, split))
 
 
 def groupings(

@@ -121,10 +121,7 @@ def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
         further[s] = _with_one_more(stage_layers[s], layer[s], extra[s], cap[s])
         left -= stage_layers[s]
     while left > 0:
-        s = 0
-        for other in range(1, stages):
-            if further[other] < further[s]:
-                s = other
+        s = np.argmin(further)
         if not further[s] < np.inf:
             return np.inf
         least = max(least, further[s])

@@ -121,10 +121,7 @@ def timed(
     stages = len(order)
     seconds = np.empty(stages)
     passing = np.empty(stages)
-    layers = 0
-    for s in range(stages):
-        layers += taken[s]
-    of_layer = np.empty(layers)
+    of_layer = np.empty(taken.sum())
     done = 0
     total = slowest = slowest_passing = 0.0
     for s in range(stages):

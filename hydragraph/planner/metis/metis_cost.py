@@ -140,15 +140,10 @@ def least_bandwidth(tables: Tables, kinds: Ints, start: int, size: int) -> float
 def sync_ms(tables: Tables, kinds: Ints, start: int, size: int, d: int, mbs: int) -> float:
     """Return the milliseconds spent outside layers on the slowest type; infinite if not measured."""
     m = size_index(tables, mbs)
-    most = -np.inf
-    for rank in range(start, start + size):
-        kind = kinds[rank]
-        if rank > start and kind == kinds[rank - 1]:
-            continue
-        if m < 0 or not tables.known[kind, d, m]:
-            return np.inf
-        most = max(most, tables.sync[kind, d, m])
-    return float(most)
+    mine = kinds[start : start + size]
+    if m < 0 or not tables.known[:, d, m][mine].all():
+        return np.inf
+    return float(tables.sync[:, d, m][mine].max())
 
 
 @compiled
@@ -221,25 +216,16 @@ def powers_of_two(samples: int) -> list[int]:
 @compiled
 def samples_of(tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: int, samples: int) -> Ints:
     """Return the number of samples of each replica [dp], by the speed of its first device; -1: not measured."""
-    speed = np.zeros(dp)
-    group = size // dp
-    total = 0.0
     m = size_index(tables, 1)
-    for i in range(dp):
-        kind = kinds[start + i * group]
-        speed[i] = 1.0 / tables.upto[kind, d, m, tables.share.size] if m >= 0 and tables.known[kind, d, m] else np.nan
-        total += speed[i]
-    if not total > 0:
+    group = size // dp
+    first = kinds[start : start + dp * group : group]
+    if m < 0 or not tables.known[:, d, m][first].all():
         return np.full(dp, -1, dtype=np.int64)
-    replica_samples = np.zeros(dp, dtype=np.int64)
-    over = np.zeros(dp)
-    rest = samples
-    for i in range(dp):
-        exact = samples * (speed[i] / total)
-        replica_samples[i] = int(exact)
-        over[i] = exact - replica_samples[i]
-        rest -= replica_samples[i]
-    for _ in range(rest):
+    speed = 1.0 / tables.upto[:, d, m, tables.share.size][first]
+    exact = samples * (speed / speed.sum())
+    replica_samples = exact.astype(np.int64)
+    over = exact - replica_samples
+    for _ in range(samples - replica_samples.sum()):
         largest = np.argmax(over)
         replica_samples[largest] += 1
         over[largest] = -1.0

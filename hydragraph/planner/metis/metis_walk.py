@@ -158,12 +158,9 @@ def degrees_are_valid(tables: Tables, ranks: StageRanks, batches: int, max_tp: i
 
 @compiled
 def change(dp: Ints, tp: Ints, left: Floats) -> bool:
-    least = -1
-    for s in range(dp.size):
-        if dp[s] != 1 and (least < 0 or left[s] < left[least]):
-            least = s
-    if least < 0:
+    if dp.max() == 1:
         return False
+    least = np.argmin(np.where(dp > 1, left, np.inf))
     dp[least] //= 2
     tp[least] *= 2
     return True
@@ -281,16 +278,11 @@ def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int)
 def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
     """Lower the speeds of stages with too little memory, and raise other speeds; return whether this is possible."""
     count = speed.size
-    room = np.zeros(count)
+    fits = limits > demand
+    room = np.where(fits, speed * limits / demand - speed, 0.0)
     added = np.zeros(count)
-    lowered = speed.copy()
-    missing = 0.0
-    for s in range(count):
-        if limits[s] > demand[s]:
-            room[s] = (speed[s] * limits[s] / demand[s]) - speed[s]
-        else:
-            lowered[s] = speed[s] * (limits[s] / demand[s]) * 0.9
-            missing += speed[s] - lowered[s]
+    lowered = np.where(fits, speed, speed * (limits / demand) * 0.9)
+    missing = (speed - lowered).sum()
     if room.sum() < missing:
         return False
     while missing > 0.01:

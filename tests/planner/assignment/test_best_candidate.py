@@ -16,11 +16,12 @@ CANDIDATES = [[(8, 2), (8, 1), (4, 2)], [(2, 2)] * 8, MIXED, [(8, 1)] * 4]
 @pytest.mark.parametrize(("seed", "longest"), [(0, 16000), (1, 3000), (2, 900)])
 def test_pruning_changes_nothing(seed: int, longest: int) -> None:
     sizes = lengths(60, seed, longest)
-    index, assignment = planner.choose(CANDIDATES, PROFILE, sizes)
+    chosen = planner.compare(CANDIDATES, PROFILE, sizes)
+    index = chosen.index
     every = planner.compare(CANDIDATES, PROFILE, sizes, all_of_them=True)
     seconds = [v.seconds for v in every.verdicts]
     assert index == seconds.index(min(seconds))
-    assert assignment.seconds + every.verdicts[index].charge == pytest.approx(min(seconds))
+    assert chosen.assignment.seconds + every.verdicts[index].charge == pytest.approx(min(seconds))
     assert [not v.why for v in every.verdicts].count(True) == 1
 
 
@@ -35,11 +36,11 @@ def test_candidates_that_are_too_short_say_so_and_none_is_an_error() -> None:
     assert found.index != 1
     assert f"do not fit (MaxLen {reach})" in found.verdicts[1].why
     with pytest.raises(hg.Unsupported, match=r"sequence 1 has 9999999 tokens, more than any pipeline can hold"):
-        planner.choose(CANDIDATES, PROFILE, [10, 9_999_999])
+        planner.compare(CANDIDATES, PROFILE, [10, 9_999_999])
     with pytest.raises(ValueError, match="at least one strategy"):
-        planner.choose([], PROFILE, [10])
+        planner.compare([], PROFILE, [10])
 
 
 def test_candidates_whose_state_does_not_fit_say_so() -> None:
     with pytest.raises(hg.Unsupported, match=r"the state fills the memory of every pipeline.*add pipelines"):
-        planner.choose([[(1, 1)]], PROFILE, [100])
+        planner.compare([[(1, 1)]], PROFILE, [100])
