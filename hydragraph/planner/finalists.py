@@ -356,14 +356,11 @@ class TimeEstimates:
         def home(strategy: Strategy) -> Home:
             return home_of(costs, strategy, [1.0] * costs.ranks, costs.home) or costs.home
 
-        self._estimator = cache(partial(quickest_home, costs))
+        estimator = cache(partial(quickest_home, costs))
         self.home = cache(home)
         self.cut = cache(partial(cut, costs))
         self.promised = cache(partial(promised, costs))
-        self.seconds = cache(self._seconds)
-
-    def _seconds(self, strategy: Strategy, assignment: Assignment) -> float:
-        return self._estimator(strategy)(assignment)
+        self.seconds = cache(lambda strategy, assignment: estimator(strategy)(assignment))
 
 
 def _improved(costs: Costs, clock: TimeEstimates, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:

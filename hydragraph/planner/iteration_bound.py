@@ -36,7 +36,8 @@ def bound(costs: Costs, batches: Sequence[Sequence[int]]) -> float:
 
 
 def _bound(costs: Costs, lengths: Counter[int]) -> float:
-    from scipy.optimize import linprog  # only for planning
+    from scipy.linalg import block_diag  # only for planning
+    from scipy.optimize import linprog
 
     healthy = costs.changed(health=Health())
     nodes = nodes_of(costs)
@@ -66,18 +67,12 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
     able = np.isfinite(spent).all(axis=1)
     if not able.any():
         return math.inf
-    sites = [site for site, has in zip(sites, able, strict=True) if has]
-    spent = spent[able]
-    count = len(sites) * len(templates)
-    objective = np.zeros(count + 1)
-    objective[-1] = 1.0
-    every = np.zeros((len(templates), count + 1))
-    limits = np.zeros((len(sites), count + 1))
-    for s, site in enumerate(sites):
-        limits[s, -1] = -capacity[site]
-        for t, template in enumerate(templates):
-            every[t, s * len(templates) + t] = 1.0
-            limits[s, s * len(templates) + t] = blocks[template] * spent[s, t]
-    solved = linprog(objective, limits, np.zeros(len(sites)), every, np.ones(len(templates)), method="highs")
-    through = sum(blocks[template] * alone[:, t].min() for t, template in enumerate(templates))
+    counts = np.array([blocks[template] for template in templates])
+    # Variables: the fraction of each template on each type of device [types * templates], then T.
+    speeds = np.array(list(capacity.values()))[able]
+    objective = np.append(np.zeros(len(speeds) * len(templates)), 1.0)
+    every = np.hstack([*[np.eye(len(templates))] * len(speeds), np.zeros((len(templates), 1))])
+    limits = np.hstack([block_diag(*(counts * spent[able])), -speeds[:, None]])
+    solved = linprog(objective, limits, np.zeros(len(speeds)), every, np.ones(len(templates)), method="highs")
+    through = sum(count * alone[:, t].min() for t, count in enumerate(counts))
     return max(float(solved.fun), float(through))

@@ -242,13 +242,10 @@ def settle(
     costs: Costs, strategy: Strategy, assignment: Assignment, origin: str, expected: float
 ) -> PricedPlan | Shortage:
     choice = owners(costs, strategy, assignment)
+    if isinstance(choice, Shortage) and not (strategy.streams or strategy.shares):
+        choice = owners_by_block(costs, strategy, assignment) or choice
     if isinstance(choice, Shortage):
-        if strategy.streams or strategy.shares:
-            return choice
-        by_block = owners_by_block(costs, strategy, assignment)
-        if by_block is None:
-            return choice
-        choice = by_block
+        return choice
     home, memory = choice
     return PricedPlan(strategy, home, (assignment,), (expected,), memory, origin, simulated=False)
 

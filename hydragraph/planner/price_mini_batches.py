@@ -77,13 +77,10 @@ class MiniBatchPrices:
         if isinstance(choice, Shortage):
             return choice
         by_block = owners_by_block(self.costs, strategy, usual) if home is None and not strategy.streams else None
+        if by_block is not None and by_block[0] != choice[0]:
+            options = (choice, by_block)
+            choice = min(options, key=lambda o: traffic_in_line(self.costs.changed(home=o[0]), strategy)(usual))
         home, memory = choice
-        if by_block is not None and by_block[0] != home:
-            ends = [
-                traffic_in_line(self.costs.changed(home=possible_home), strategy)(usual)
-                for possible_home in (home, by_block[0])
-            ]
-            home, memory = by_block if ends[1] < ends[0] else choice
         if home not in self._at_home:
             self._at_home[home] = MiniBatchPrices(self.costs.changed(home=home), self.batches)
         owned = self._at_home[home]

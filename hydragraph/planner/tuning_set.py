@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from hydragraph.cost.measured_profile import Scheme
+from hydragraph.cost.measured_profile import PipelineCost, Scheme
 from hydragraph.cost.schemes import Schemes
 from hydragraph.planner.assignment.local_search import AssignmentArrays, Floats, quick_end
 from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
@@ -17,13 +16,6 @@ Strategy = tuple[Scheme, ...]
 
 # Maximum of sequences * devices; only the first mini-batches of larger sets are used.
 WORK = 3_000_000
-
-
-@dataclass(frozen=True, eq=False)
-class _Tables:
-    column: dict[Scheme, int]
-    reach: tuple[int, ...]
-    problems: tuple[AssignmentProblem | None, ...]
 
 
 class TuningSet:
@@ -44,8 +36,8 @@ class TuningSet:
         self.priced: dict[Strategy, Floats] = {}
 
     def reach(self, strategy: Strategy) -> int:
-        tables = self._tables(sum(tp * pp for tp, pp in strategy))
-        return max(tables.reach[tables.column[s]] for s in strategy)
+        kinds, column, _ = self._tables(sum(tp * pp for tp, pp in strategy))
+        return max(kinds[column[s]].max_len for s in strategy)
 
     def seconds(self, strategy: Strategy) -> Floats:
         """Return a strategy's time for each mini-batch [B], infinite if it does not fit."""
@@ -57,28 +49,25 @@ class TuningSet:
         return self.priced[strategy]
 
     def _price(self, strategy: Strategy) -> Floats:
-        tables = self._tables(sum(tp * pp for tp, pp in strategy))
-        kind_of = np.array([tables.column[s] for s in strategy], dtype=np.int64)
+        _, column, problems = self._tables(sum(tp * pp for tp, pp in strategy))
+        kind_of = np.array([column[s] for s in strategy], dtype=np.int64)
         reach = self.reach(strategy)
         return np.array(
             [
                 quick_end(AssignmentArrays(problem.cost, problem.lengths, kind_of, problem.terms))
                 if problem is not None and longest <= reach
                 else np.inf
-                for problem, longest in zip(tables.problems, self.longest, strict=True)
+                for problem, longest in zip(problems, self.longest, strict=True)
             ]
         )
 
-    def _tables_for(self, devices: int) -> _Tables:
-        schemes = [s for s in self._profile.schemes if s[0] * s[1] <= devices]
-        kinds = [self._profile.pipeline(s, devices) for s in schemes]
-        different = list(dict.fromkeys(kinds))
-        reach = max(k.max_len for k in kinds)
-        return _Tables(
-            {s: different.index(k) for s, k in zip(schemes, kinds, strict=True)},
-            tuple(k.max_len for k in different),
-            tuple(
-                problem_of(different, b, formed=True) if n <= reach else None
-                for b, n in zip(self._batches, self.longest, strict=True)
-            ),
-        )
+    def _tables_for(
+        self, devices: int
+    ) -> tuple[Sequence[PipelineCost], dict[Scheme, int], list[AssignmentProblem | None]]:
+        """Return the kinds of pipelines, each scheme's kind, and each mini-batch as arrays if it fits."""
+        pipelines = {s: self._profile.pipeline(s, devices) for s in self._profile.schemes if s[0] * s[1] <= devices}
+        kinds = list(dict.fromkeys(pipelines.values()))
+        reach = max(kind.max_len for kind in kinds)
+        batches = zip(self._batches, self.longest, strict=True)
+        problems = [problem_of(kinds, batch, formed=True) if n <= reach else None for batch, n in batches]
+        return kinds, {s: kinds.index(pipeline) for s, pipeline in pipelines.items()}, problems

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hydragraph.errors import Unsupported
 from hydragraph.planner.deadline import is_late
@@ -109,8 +107,9 @@ def most_power_by_scip(
     """
     cvxpy = cvxpy_with("SCIP", 'solver "scip"', "plan without a solver")
     check_entities(kinds, micro_batches, least_memory)
-    powers = np.array([k.power for k in kinds for _ in range(k.count)])
-    memories = np.array([k.memory for k in kinds for _ in range(k.count)])
+    kind_of = np.repeat(np.arange(len(kinds)), [k.count for k in kinds])
+    powers = np.array([k.power for k in kinds])[kind_of]
+    memories = np.array([k.memory for k in kinds])[kind_of]
     most = float(powers.sum())
     best: tuple[tuple[int, ...], ...] = ()
     value = 0.0
@@ -135,17 +134,9 @@ def most_power_by_scip(
             problem.solve(solver="SCIP", scip_params=limit)
         if x.value is None:
             continue
-        groups = _counted(kinds, np.rint(x.value).astype(np.int64))
+        counted = (np.bincount(kind_of[column], minlength=len(kinds)).tolist() for column in x.value.T > 0.5)
+        groups = tuple(sorted(map(tuple, counted), key=lambda group: (-sum(group), group)))
         if value_of(kinds, groups, micro_batches) > value:
             best = groups
             value = value_of(kinds, groups, micro_batches)
     return Grouping(best, value)
-
-
-def _counted(kinds: Sequence[EntityKind], chosen: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
-    kind_of = [k for k, kind in enumerate(kinds) for _ in range(kind.count)]
-    groups = []
-    for column in chosen.T:
-        members = Counter(kind_of[i] for i in np.flatnonzero(column))
-        groups.append(tuple(members[k] for k in range(len(kinds))))
-    return tuple(sorted(groups, key=lambda group: (-sum(group), group)))
