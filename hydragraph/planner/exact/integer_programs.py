@@ -53,6 +53,8 @@ def exact_dispatch(problem: AssignmentProblem) -> Ints:
     """
     cp = _cvxpy()
     n = len(problem.lengths)
+    if not n:
+        return np.zeros(0, np.int64)
     count = len(problem.pipelines)
     cost = problem.cost[:, problem.kind_of]  # [n, P]
     terms = problem.terms[problem.kind_of]  # [P, 8 + 3 W]

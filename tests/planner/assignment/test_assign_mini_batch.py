@@ -202,6 +202,7 @@ def test_the_integer_programs_assign_no_better() -> None:
     exact = planner.assign(schemes, PROFILE, sizes, method="exact")
     check(PROFILE.pipelines(schemes), sizes, exact)
     assert planner.assign(schemes, PROFILE, sizes).seconds <= exact.seconds * (1 + 1e-9)
+    assert planner.assign(schemes, PROFILE, [0], method="exact").micro_batches == ((),) * 3
 
 
 @thorough
