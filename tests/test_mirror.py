@@ -119,6 +119,7 @@ ELSEWHERE = {
     "kernels/new_tensors.py": ("kernels/test_varlen_attention.py", "results of kernels"),
     "passes/collective_operators.py": ("passes/test_shard.py", "collectives and their backwards"),
     "passes/variant_spec.py": ("passes/test_graph_passes.py", "which passes apply"),
+    "planner/assign_schemes.py": ("planner/assignment/test_assign_mini_batch.py", "schemes as pipelines, both methods"),
     "planner/assignment/problem.py": ("benchmarks/test_dispatching.py", "a mini-batch as arrays"),
     "planner/assignment/spread_search.py": ("benchmarks/test_dispatching.py", "the search against the bound"),
     "planner/bisection.py": ("planner/assignment/test_bounds.py", "bounds that are found by it"),

@@ -12,7 +12,7 @@ __all__, __getattr__, __dir__ = attributes(
         "Choice": "hydragraph.planner.assignment.best_candidate",
         "PlannedAssignment": "hydragraph.planner.assignment.assign_mini_batch",
         "Verdict": "hydragraph.planner.assignment.best_candidate",
-        "assign": "hydragraph.planner.assignment.assign_mini_batch",
+        "assign": "hydragraph.planner.assign_schemes",
         "compare": "hydragraph.planner.assignment.best_candidate",
         "homogeneous": "hydragraph.planner.improve_schemes",
         "propose": "hydragraph.planner.generators.hydraulis",

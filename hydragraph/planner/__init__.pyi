@@ -1,7 +1,7 @@
 """Names of the package, each imported at run time when first used."""
 
+from hydragraph.planner.assign_schemes import assign as assign
 from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment as PlannedAssignment
-from hydragraph.planner.assignment.assign_mini_batch import assign as assign
 from hydragraph.planner.assignment.best_candidate import Choice as Choice
 from hydragraph.planner.assignment.best_candidate import Verdict as Verdict
 from hydragraph.planner.assignment.best_candidate import compare as compare

@@ -21,11 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
+from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.cost.stage_arrays import StageTerms, stage_terms
 from hydragraph.planner.assignment.bounds import Relaxation, schedule_bound
 from hydragraph.planner.assignment.local_search import Floats, Ints
@@ -65,31 +64,6 @@ class PlannedAssignment(Assignment):
     @property
     def gap(self) -> float:
         return self.seconds / self.bound - 1 if self.bound else 0.0
-
-
-def assign(
-    schemes: Sequence[Scheme],
-    profile: Profile,
-    lengths: Sequence[int],
-    *,
-    method: Literal["search", "exact"] = "search",
-    seed: int = 0,
-) -> PlannedAssignment:
-    """Assign every sequence to a pipeline and a micro-batch, minimizing the last pipeline's end time.
-
-    Args:
-        lengths: tokens of each sequence; empty sequences are skipped.
-        method: "exact" solves Hydraulis's integer programs, Eq. 3 and then Eq. 1, through cvxpy (slow).
-    """
-    pipelines = profile.pipelines(schemes)
-    if method == "search":
-        return assign_pipelines(pipelines, lengths, seed=seed)
-    from hydragraph.planner.exact.integer_programs import exact_assignment
-
-    assignment = exact_assignment(pipelines, lengths)
-    ends = tuple(p.seconds(batches) for p, batches in zip(pipelines, assignment.tokens, strict=True))
-    bound = min(bounded_pipelines(pipelines, lengths).seconds, max(ends))
-    return PlannedAssignment(assignment.micro_batches, assignment.lengths, max(ends), bound, ends)
 
 
 def assign_pipelines(
