@@ -102,13 +102,7 @@ def costs_of_run(
 
 
 def strategies_and_costs(
-    config: TrainConfig,
-    texts: Sequence[str],
-    cluster: Cluster,
-    files: CostFiles,
-    efficiency: float | None,
-    say: Say,
-    doubled: bool = False,
+    config: TrainConfig, cluster: Cluster, files: CostFiles, efficiency: float | None, say: Say, doubled: bool = False
 ) -> tuple[tuple[Strategy, ...], Costs, Program]:
     """Capture a config's model, and return its strategies, costs and program.
 
@@ -121,7 +115,7 @@ def strategies_and_costs(
 
     say("capturing the model")
     model, program, variants = captured(config)
-    strategies = read_strategies(texts, model, len(cluster.devices))
+    strategies = read_strategies(config.strategies, model, len(cluster.devices))
     profile = files.profile
     if profile is None:
         degrees = {stage.tp for strategy in strategies for stage in strategy.stages}

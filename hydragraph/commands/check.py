@@ -17,17 +17,15 @@ from rich.table import Table
 
 from hydragraph.commands.options import (
     ConfigOptions,
+    PricedOptions,
     check_memory,
     check_prices,
     check_strategies,
-    cluster_option,
-    corrections_option,
     default_devices_text,
     efficiency_option,
     json_option,
     on_planned_devices,
     option,
-    profile_option,
     strategies_option,
     verb,
     with_strategies,
@@ -46,9 +44,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions(ConfigOptions):
+class CheckOptions(ConfigOptions, PricedOptions):
     strategies: list[str] | None = strategies_option()
-    cluster: Path | None = cluster_option()
     arch: str | None = option("GPU architecture, instead of --cluster: sm_80 (A100), sm_90 (H100) or sm_100 (B200).")
     devices: int | None = option(
         "Number of GPUs, instead of --cluster; default: the config's ranks.", min=1, max=MOST_DEVICES
@@ -58,9 +55,7 @@ class CheckOptions(ConfigOptions):
         "File of sequence lengths from which a step is drawn; default: the worst case, in which all "
         "sequences have data.max_length tokens."
     )
-    profile: str | None = profile_option()
     efficiency: float | None = efficiency_option()
-    corrections: Path | None = corrections_option()
     as_json: bool = json_option()
 
     def prices(self, config: TrainConfig) -> bool:
@@ -121,7 +116,7 @@ def check_command(options: CheckOptions) -> None:
         check_settings(replace(config, device=config.device or "cuda"), ranks)
         trainable = _look_at_data(config)
         cluster = _with_memory(options, config, cluster)
-        found = strategies_and_costs(config, config.strategies, cluster, files, options.efficiency, say, doubled=True)
+        found = strategies_and_costs(config, cluster, files, options.efficiency, say, doubled=True)
         strategies, costs, program = found
         costs = costs.of_strategies(*strategies, tokens=config.data.max_length)
         lengths = step_lengths(config, files.lengths)

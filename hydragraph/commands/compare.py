@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from hydragraph.commands.options import (
-    CommonOptions,
-    argument,
-    cluster_option,
-    corrections_option,
-    json_option,
-    profile_option,
-    verb,
-)
+from hydragraph.commands.options import PricedOptions, argument, json_option, verb
 from hydragraph.commands.text_table import new_table
 from hydragraph.report.number_text import console, seconds_text
 from hydragraph.train.config import TrainConfig
@@ -31,11 +23,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(CommonOptions):
+class CompareOptions(PricedOptions):
     run: Path = argument("The folder of a run that was trained with --trace, such as runs/demo.")
-    profile: str | None = profile_option()
-    cluster: Path | None = cluster_option()
-    corrections: Path | None = corrections_option()
     as_json: bool = json_option()
 
 
@@ -60,7 +49,7 @@ def compare_command(options: CompareOptions) -> None:
     if not folder.trace.exists():
         raise ValueError(f"{folder.trace} does not exist: train with hydragraph train --trace")
     config = TrainConfig.load(folder.config)
-    inputs = run_inputs(config, options.profile, options.cluster, options.corrections)
+    inputs = run_inputs(config, options)
 
     from hydragraph.cost.trace_file import read_trace
     from hydragraph.report.measured_beside_predicted import compare
@@ -75,14 +64,12 @@ def compare_command(options: CompareOptions) -> None:
         _print(comparison, folder.corrections)
 
 
-def run_inputs(
-    config: TrainConfig, profile: str | None, cluster: Path | None, corrections: Path | None
-) -> tuple[CostFiles, Cluster | None]:
+def run_inputs(config: TrainConfig, options: PricedOptions) -> tuple[CostFiles, Cluster | None]:
     from hydragraph.spec.cluster import Cluster
     from hydragraph.train.plan_input import CostFiles
 
-    listed = cluster or config.plan.cluster
-    files = CostFiles.read(profile or config.plan.profile, corrections)
+    listed = options.cluster or config.plan.cluster
+    files = CostFiles.read(options.profile or config.plan.profile, options.corrections)
     return files, None if listed is None else Cluster.load(listed)
 
 

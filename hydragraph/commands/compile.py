@@ -19,16 +19,13 @@ from hydragraph.commands.captured_model import program_of
 from hydragraph.commands.launch_process import quieten
 from hydragraph.commands.options import (
     ConfigOptions,
+    StrategyOptions,
     check_counts,
-    chosen_home,
     flag,
-    home_option,
     micro_batches_option,
     option,
     read_counts,
-    strategies_option,
     verb,
-    with_strategies,
 )
 from hydragraph.commands.text_table import new_table
 from hydragraph.report.number_text import bytes_text, console, counts_text, seconds_text
@@ -43,9 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompileOptions(ConfigOptions):
-    strategies: list[str] | None = strategies_option()
-    home: str | None = home_option()
+class CompileOptions(ConfigOptions, StrategyOptions):
     micro_batches: str = micro_batches_option(default="2")
     output: Path = option("Folder to write; an earlier compiled folder is replaced.", default=Path("compiled"))
     ranks: int | None = option("Number of ranks of the run; default: the config's.", min=1, max=MOST_DEVICES)
@@ -59,10 +54,9 @@ class CompileOptions(ConfigOptions):
     trust: bool = flag("Also write Inductor's code for train --trust.")
 
     def load(self) -> TrainConfig:
-        config = with_strategies(super().load(), self.strategies)
+        config = self.apply(super().load())
         return replace(
             config,
-            home=chosen_home(self.home, config.home),
             ranks=self.ranks or config.ranks,
             backend=self.backend or config.backend,
             device=self.device or config.device,

@@ -43,11 +43,6 @@ def argument(help: str, default: Any = MISSING, **settings: Any) -> Any:
 flag = partial(option, default=False)
 set_option = partial(option, "Replace a field of the config: section.field=value.", "--set")
 strategies_option = partial(option, "Strategy to use instead of the config's: a text or a YAML file.", "--strategy")
-home_option = partial(
-    option,
-    "Owners of the state, instead of the config's home: equal (equal shares), stages (the ranks that compute "
-    'each block), auto (the owners with the least traffic), or each rank\'s share, as in "3,3,1,0 copies=2".',
-)
 cluster_option = partial(option, "YAML file of the devices and links, with one device per rank.")
 devices_option = partial(
     option,
@@ -57,11 +52,6 @@ devices_option = partial(
 )
 health_option = partial(
     option, "YAML file with the slowdown of each slow rank, such as {3: 2.57, 5: inf}; inf means lost."
-)
-profile_option = partial(
-    option,
-    "A file that hydragraph profile wrote; default: the config's plan.profile if the devices are "
-    "the config's, else a datasheet.",
 )
 efficiency_option = partial(
     option,
@@ -103,6 +93,32 @@ class ConfigOptions(CommonOptions):
 
     def load(self) -> TrainConfig:
         return TrainConfig.load(self.config, self.overrides or ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedOptions(CommonOptions):
+    """Files from which costs are computed."""
+
+    cluster: Path | None = cluster_option()
+    profile: str | None = option(
+        "A file that hydragraph profile wrote; default: the config's plan.profile if the devices are "
+        "the config's, else a datasheet."
+    )
+    corrections: Path | None = corrections_option()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions(CommonOptions):
+    strategies: list[str] | None = strategies_option()
+    home: str | None = option(
+        "Owners of the state, instead of the config's home: equal (equal shares), stages (the ranks that compute "
+        'each block), auto (the owners with the least traffic), or each rank\'s share, as in "3,3,1,0 copies=2".'
+    )
+
+    def apply(self, config: TrainConfig, ranks: int | None = None) -> TrainConfig:
+        """Return the config with these strategies and this home; `ranks` is as in `chosen_strategies`."""
+        config = with_strategies(config, self.strategies, ranks)
+        return config if self.home is None else replace(config, home=Home.parse(self.home))
 
 
 def _names(declared: Field[Any]) -> Sequence[str]:
@@ -217,10 +233,6 @@ def on_planned_devices(options: Options, config: TrainConfig) -> Options:
     cluster = None if config.plan.cluster is None else Path(config.plan.cluster)
     profile = getattr(options, "profile", None) if has("profile", "efficiency") else config.plan.profile
     return replace(options, cluster=cluster, profile=profile)  # type: ignore[call-arg]
-
-
-def chosen_home(text: str | None, configured: Home) -> Home:
-    return configured if text is None else Home.parse(text)
 
 
 def chosen_strategies(

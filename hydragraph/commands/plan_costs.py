@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hydragraph.cluster.module_process import start_module
-from hydragraph.commands.options import chosen_home
 from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.commands.progress import Say
 from hydragraph.planner.uncollected import uncollected
@@ -79,7 +78,7 @@ class PlanInputs:
         for rank in rates or ():
             if rank > last:
                 raise ValueError(f"{asked.health}: rank {rank} is not in {asked.cluster}, which has ranks 0 to {last}")
-        home = chosen_home(asked.home, _home(config, asked.running is not None))
+        home = _home(config, asked.running is not None) if asked.home is None else Home.parse(asked.home)
         home.check(last + 1)
         measured = _merged(asked.profile, cluster) if asked.profile else None
         return cls(cluster, config, rates, home, CostFiles(measured, read_corrections(asked.corrections)))

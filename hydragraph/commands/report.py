@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydragraph.commands.options import (
-    CommonOptions,
+    PricedOptions,
+    StrategyOptions,
     argument,
     check_written,
-    cluster_option,
-    corrections_option,
     devices_option,
-    home_option,
     on_planned_devices,
     option,
-    profile_option,
     set_option,
-    strategies_option,
     verb,
 )
 from hydragraph.commands.progress import progress
@@ -31,17 +27,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions(CommonOptions):
+class ReportOptions(PricedOptions, StrategyOptions):
     source: Path = argument("A run's folder, a run's YAML file, or a plan's JSON file.")
     output: Path | None = option(
         "The HTML file; default: report.html in the run's folder, or the source's name with .html."
     )
-    cluster: Path | None = cluster_option()
     devices: int | None = devices_option()
-    strategies: list[str] | None = strategies_option()
-    home: str | None = home_option()
-    profile: str | None = profile_option()
-    corrections: Path | None = corrections_option()
     overrides: list[str] | None = set_option()
 
 
@@ -125,7 +116,7 @@ def _of_run(options: ReportOptions) -> ReportContents:
     trace = read_trace(folder.trace)
     config = TrainConfig.load(folder.config)
     try:
-        inputs = run_inputs(config, options.profile, options.cluster, options.corrections)
+        inputs = run_inputs(config, options)
         costs = run_costs(config, len(trace.ranks), *inputs)
         return run_report(name, metrics, (costs, trace), events)
     except ValueError as error:

@@ -12,24 +12,19 @@ from rich.markup import escape
 
 from hydragraph.commands.options import (
     ConfigOptions,
+    PricedOptions,
+    StrategyOptions,
     check_counts,
     check_prices,
     check_strategies,
-    chosen_home,
-    chosen_strategies,
-    cluster_option,
-    corrections_option,
     default_devices_text,
     devices_option,
     efficiency_option,
     flag,
     health_option,
-    home_option,
     on_planned_devices,
     option,
-    profile_option,
     read_counts,
-    strategies_option,
     verb,
 )
 from hydragraph.commands.progress import Say, progress
@@ -43,19 +38,15 @@ if TYPE_CHECKING:
     from hydragraph.report.simulation_price import PricedStrategy
     from hydragraph.spec.assignment import Assignment
     from hydragraph.spec.cluster import Cluster
-    from hydragraph.spec.home import Home
     from hydragraph.spec.strategy import Strategy
     from hydragraph.train.plan_input import CostFiles
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions(ConfigOptions):
+class StepOptions(ConfigOptions, PricedOptions, StrategyOptions):
     """Options of a simulated step. Contradictory options raise a ValueError."""
 
-    cluster: Path | None = cluster_option()
     devices: int | None = devices_option()
-    strategies: list[str] | None = strategies_option()
-    home: str | None = home_option()
     micro_batches: str | None = option(
         "Number of micro-batches per pipeline, such as 4,2, or one number for all. Default: the micro-batches "
         "that a run would form from data.tokens_per_step."
@@ -67,9 +58,7 @@ class StepOptions(ConfigOptions):
         "File of sequence lengths (one number per line, or a tokens.bin): simulate a mini-batch that is drawn "
         "from them and assigned to pipelines as in a run, instead of equal micro-batches."
     )
-    profile: str | None = profile_option()
     efficiency: float | None = efficiency_option()
-    corrections: Path | None = corrections_option()
 
     def __post_init__(self) -> None:
         if self.lengths is not None and (self.micro_batches or self.sequences or self.tokens or self.micro_batch):
@@ -98,30 +87,32 @@ class StepOptions(ConfigOptions):
 
         cluster = Cluster.load(self.cluster) if self.cluster else default_cluster(self.devices or config.ranks)
         ranks = len(cluster.devices)
-        texts = chosen_strategies(self.strategies, config.strategies, ranks)
-        check_strategies(texts, config.model, ranks)
-        home = chosen_home(self.home, config.home)
-        home.check(ranks)
+        known = config.plan.choose and (self.cluster is not None or self.profile is not None)
+        config = self.apply(config, ranks)
+        check_strategies(config.strategies, config.model, ranks)
+        config.home.check(ranks)
         files = CostFiles.read(self.profile, self.corrections, self.lengths)
-        return StepInputs(self, config, cluster, texts, home, files)
+        return StepInputs(self, config, cluster, files, known)
 
 
 @dataclass(frozen=True)
 class StepInputs:
+    """Inputs of a simulated step.
+
+    Attributes:
+        known: whether a run would plan with these costs.
+    """
+
     step: StepOptions
     config: TrainConfig
     cluster: Cluster
-    strategies: tuple[str, ...]
-    home: Home
     files: CostFiles
+    known: bool
 
     def costs(self, say: Say) -> tuple[tuple[Strategy, ...], Costs]:
         from hydragraph.commands.captured_model import strategies_and_costs
 
-        strategies, costs, _ = strategies_and_costs(
-            self.config, self.strategies, self.cluster, self.files, self.step.efficiency, say
-        )
-        return strategies, costs.changed(home=self.home)
+        return strategies_and_costs(self.config, self.cluster, self.files, self.step.efficiency, say)[:2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,9 +197,8 @@ def _assigned(inputs: StepInputs, costs: Costs, strategy: Strategy) -> Assignmen
 
     step = inputs.step
     config = inputs.config
-    known = config.plan.choose and (step.cluster is not None or step.profile is not None)
     if inputs.files.lengths is not None:
-        return run_assignment(config, costs, strategy, step_lengths(config, inputs.files.lengths), known)
+        return run_assignment(config, costs, strategy, step_lengths(config, inputs.files.lengths), inputs.known)
     length = step.tokens or config.data.max_length
     lengths = full_lengths(config.data.tokens_per_step, length)
     if step.sequences is not None:
@@ -220,7 +210,7 @@ def _assigned(inputs: StepInputs, costs: Costs, strategy: Strategy) -> Assignmen
         counts = share(costs, strategy, length, -(-lengths.count(length) // size), size)
     else:
         strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
-        return run_assignment(config, costs, strategy, lengths, known)
+        return run_assignment(config, costs, strategy, lengths, inputs.known)
     return Assignment.even(counts, length, size)
 
 

@@ -12,15 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hydragraph.commands.launch_process import launched, on_ranks, quieten
-from hydragraph.commands.options import (
-    ConfigOptions,
-    check_strategies,
-    chosen_home,
-    home_option,
-    strategies_option,
-    verb,
-    with_strategies,
-)
+from hydragraph.commands.options import ConfigOptions, StrategyOptions, check_strategies, verb
 from hydragraph.commands.text_table import new_table
 from hydragraph.train.config import TrainConfig
 
@@ -29,9 +21,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(ConfigOptions):
-    strategies: list[str] | None = strategies_option()
-    home: str | None = home_option()
+class VerifyOptions(ConfigOptions, StrategyOptions):
+    def load(self) -> TrainConfig:
+        config = super().load()
+        return replace(self.apply(config, config.ranks), device="cpu", dtype="float32")
 
 
 @verb
@@ -41,8 +34,6 @@ def verify_command(options: VerifyOptions) -> None:
     The exit code is 1 if an error exceeds its tolerance.
     """
     config = options.load()
-    config = with_strategies(config, options.strategies, config.ranks)
-    config = replace(config, home=chosen_home(options.home, config.home), device="cpu", dtype="float32")
     if not launched():
         check_strategies(config.strategies, config.model, config.ranks)
         config.home.check(config.ranks)
