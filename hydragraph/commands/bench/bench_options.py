@@ -7,25 +7,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydragraph.commands.options import CommonOptions, argument, option
 
 if TYPE_CHECKING:
+    import torch
+
     from hydragraph.commands.bench.bench_table import BenchReport
 
 
 class Size(str, Enum):  # noqa: UP042  typer reads the values
     SMALL = "small"
     FULL = "full"
-
-
-_device_option = partial(option, "cpu or cuda; default: cuda if the machine has a GPU.")
-_compiled_option = partial(
-    option, "Also compare with torch.compile; default: on a GPU only.", "--compiled/--no-compiled"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +54,26 @@ class BenchOptions(CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchKernelsOptions(BenchOptions):
+class TimedOptions(BenchOptions):
+    device: str | None = option("cpu or cuda; default: cuda if the machine has a GPU.")
+    compiled: bool | None = option(
+        "Also compare with torch.compile; default: on a GPU only.", "--compiled/--no-compiled"
+    )
+
+    def choose_device(self) -> tuple[torch.device, bool]:
+        """Return the device to measure, and whether to compare with torch.compile."""
+        from hydragraph.commands.bench.device_ceiling import choose_device
+
+        device = choose_device(self.device)
+        return device, device.type == "cuda" if self.compiled is None else self.compiled
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchKernelsOptions(TimedOptions):
     names: list[str] | None = argument(
         "Kernels: varlen_attention, slice_copy, adamw, linear_cross_entropy; default: all.", default=None
     )
-    device: str | None = _device_option()
     size: Size | None = option("Default: full on a GPU, small on a CPU.")
-    compiled: bool | None = _compiled_option()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +96,11 @@ class BenchLinkOptions(BenchOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchStepOptions(BenchOptions):
-    device: str | None = _device_option()
+class BenchStepOptions(TimedOptions):
     model: str | None = option("tiny, small or 1b; default: 1b on a GPU, small on a CPU.")
     tokens: int | None = option("Tokens per mini-batch; default: 32,768 on a GPU, 1,024 on a CPU.", min=64)
     longest: int | None = option("Maximum tokens per sequence; default: a quarter of the mini-batch.", min=16)
     rounds: int = option("Number of measured steps per model, after two warm-up steps.", default=5, min=1)
-    compiled: bool | None = _compiled_option()
     backend: str | None = option("The backend of hydragraph.compile, such as inductor or eager.")
 
 

@@ -32,14 +32,12 @@ def kernels_command(options: BenchKernelsOptions) -> None:
     """
     import torch
 
-    from hydragraph.commands.bench.device_ceiling import choose_device
     from hydragraph.commands.bench.kernel_bench import bench_kernels
     from hydragraph.commands.bench.kernel_cases import KernelSweep
 
-    device = choose_device(options.device)
+    device, compiled = options.choose_device()
     cuda = device.type == "cuda"
     full = cuda if options.size is None else options.size is Size.FULL
-    compiled = cuda if options.compiled is None else options.compiled
     sweep = KernelSweep(device, torch.bfloat16 if cuda else torch.float32, full, compiled)
 
     def keep(report: BenchReport) -> None:
@@ -86,17 +84,15 @@ def step_command(options: BenchStepOptions) -> None:
     Example: hydragraph bench step --model small --tokens 1024 --compiled
     """
     from hydragraph.commands.bench.bench_models import SHAPES
-    from hydragraph.commands.bench.device_ceiling import choose_device
     from hydragraph.commands.bench.step_bench import StepSettings, bench_step
 
-    device = choose_device(options.device)
+    device, compiled = options.choose_device()
     cuda = device.type == "cuda"
     name = options.model or ("1b" if cuda else "small")
     if name not in SHAPES:
         raise ValueError(f"--model {name}: use one of {', '.join(SHAPES)}")
     tokens = options.tokens or (32768 if cuda else 1024)
     longest = options.longest or tokens // 4
-    compiled = cuda if options.compiled is None else options.compiled
     shortest = max(2, min(64, longest // 16))
     settings = StepSettings(SHAPES[name], tokens, longest, options.rounds, device, compiled, options.backend, shortest)
     options.show(bench_step(settings, _tell))

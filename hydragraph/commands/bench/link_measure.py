@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from hydragraph.commands.bench.link_overlap import Overlap
 from hydragraph.cost.link_bytes import DIRECTIONS, Direction
 from hydragraph.engine import api
 from hydragraph.engine.executable import Executable
+from hydragraph.engine.step_report import StepReport
 from hydragraph.passes.weight_layouts import layouts
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import Transfer, hand_exchange, pull_exchange, push_exchange
@@ -45,35 +46,26 @@ def measure_rank(
     exe = api.compile(skeleton, strategies[0], factory, device="cpu", check="off", home=home)
     sent = _count_bytes(exe)
     config: Any = skeleton.config
-    seen: list[list[_Step]] = [[] for _ in strategies]
+    seen: list[list[tuple[StepReport, dict[Direction, int]]]] = [[] for _ in strategies]
     for turn in range(WARM_UP + rounds):
         lengths = mixed_lengths(tokens, turn, longest=max(16, tokens // 8), shortest=8)
         sequences = draw_sequences(lengths, config.vocab_size, turn)
         for i, strategy in enumerate(strategies):
             sent.clear()
             report = exe.step(sequences, strategy)
-            waits: dict[Direction, float] = {"pull": report.exposed.pull, "push": report.exposed.push}
             pushed = sent[Channel.PUSH] + sent[Channel.COMMIT]  # includes gradients sent to second owners
-            seen[i].append(_Step({"pull": sent[Channel.PULL], "push": pushed}, waits, report.seconds))
-    results = []
+            seen[i].append((report, {"pull": sent[Channel.PULL], "push": pushed}))
+    results: list[dict[Direction, LinkMeasurement]] = []
     for strategy, steps in zip(strategies, seen, strict=True):
-        alone = {direction: _alone(exe, strategy, direction, rounds) for direction in DIRECTIONS}
-        results.append({direction: _joined(direction, steps[WARM_UP:], alone[direction]) for direction in DIRECTIONS})
+        reports = [report for report, _ in steps[WARM_UP:]]
+        seconds = statistics.median(report.seconds for report in reports)
+        results.append({})
+        for way in DIRECTIONS:
+            waited = statistics.median(getattr(report.exposed, way) for report in reports)
+            overlap = Overlap(_alone(exe, strategy, way, rounds), waited, seconds)
+            results[-1][way] = LinkMeasurement(steps[-1][1][way], overlap)
     exe.close()
     return results
-
-
-@dataclass(frozen=True)
-class _Step:
-    sent: Mapping[Direction, int]
-    waited: Mapping[Direction, float]
-    seconds: float
-
-
-def _joined(direction: Direction, steps: Sequence[_Step], alone: float) -> LinkMeasurement:
-    waited = statistics.median(step.waited[direction] for step in steps)
-    seconds = statistics.median(step.seconds for step in steps)
-    return LinkMeasurement(steps[-1].sent[direction], Overlap(alone, waited, seconds))
 
 
 def _count_bytes(exe: Executable) -> Counter[Channel]:
