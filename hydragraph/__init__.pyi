@@ -1,5 +1,8 @@
 """Names of the package for type checkers."""
 
+import collections.abc
+import typing
+
 from hydragraph.checkpoint.state_pieces import Pieces as Pieces
 from hydragraph.cluster.launch import launch as launch
 from hydragraph.cost.corrections import Corrections as Corrections
@@ -39,3 +42,5 @@ from hydragraph.spec.pipeline import Stage as Stage
 from hydragraph.spec.strategy import Strategy as Strategy
 from hydragraph.spec.training_workload import Workload as Workload
 from hydragraph.version import __version__ as __version__
+
+def attributes(package: str, where: collections.abc.Mapping[str, str]) -> tuple[list[str], typing.Any, typing.Any]: ...

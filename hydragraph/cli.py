@@ -166,7 +166,7 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
     except (ValueError, OSError, ImportError) as error:
         _complain(_said(error), debug)
         raise typer.Exit(_MISTAKE) from None
-    except (FloatingPointError, RankFailure, EndedElsewhere, StillCompiling, TimeoutError, Unreachable) as error:
+    except (FloatingPointError, RankFailure, EndedElsewhere, StillCompiling, Unreachable) as error:
         _complain(f"{error}{_if_full(str(error), '')}", debug)
         raise typer.Exit(_FAILED) from None
     except CallbackFailure as error:

@@ -286,7 +286,8 @@ def _windows(reading: _PieceReader, fetches: Sequence[PieceRead], chunk: int) ->
         size += reading.bytes_of(fetch) * len(fetch.receivers)
         if size >= chunk:
             yield window
-            window, size = [], 0
+            window = []
+            size = 0
     if window:
         yield window
 

@@ -267,7 +267,8 @@ class Pieces:
 
     def errors(self) -> list[Exception]:
         """Return the errors of background writes since the last call."""
-        errors, self._errors = self._errors, []
+        errors = self._errors
+        self._errors = []
         return errors
 
     def clear(self, store: bool) -> None:

@@ -132,7 +132,7 @@ def _target(target: Any) -> str:
 def _argument(value: Any, names: Mapping[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
         return names[value]
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         inside = ", ".join(_argument(item, names) for item in value)
         return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
     if isinstance(value, torch.device):

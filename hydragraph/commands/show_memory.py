@@ -47,7 +47,7 @@ def memory_lines(
 def _rows(each: ShownStrategy, rank: int | None, tokens: int, limit: float | None) -> list[tuple[str, ...]]:
     host = ("host",) * each.strategy.offloads
     names = (part.replace("_", " ") for part in _PARTS)
-    rows = [("ranks", *names, *host, "in all", *(["limit"] if limit else []))]
+    rows: list[tuple[str, ...]] = [("ranks", *names, *host, "in all", *(["limit"] if limit else []))]
     for ranks in _groups(each, rank):
         peak = walk(each, ranks[0], tokens).peak()
         parts = (bytes_text(getattr(peak, part)) for part in (*_PARTS, *host))

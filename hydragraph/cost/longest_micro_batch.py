@@ -38,7 +38,7 @@ class LongestMicroBatch:
     def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
         limits = [self._alone(pipeline, beside, strategy)]
         for stage in pipeline.stages:
-            sharing = [] if strategy is None else [p for p in strategy.pipelines if stage in p.stages]
+            sharing: list[Pipeline] = [] if strategy is None else [p for p in strategy.pipelines if stage in p.stages]
             if len(sharing) > 1:
                 for rank in self._unlike(stage):
                     limits.append(self._shared_peak(stage, sharing, rank).most(self._left(rank) - beside))

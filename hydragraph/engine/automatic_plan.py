@@ -229,10 +229,12 @@ def _costs(
     if recalled is not None:
         profile, types = recalled
         return _priced(subject, profile, found.divided(types)), "from the cache"
-    for repeats, points in ATTEMPTS:
-        profile, types = _measured(subject, found, groups, replace(settings, repeats=repeats, points=points))
+    attempts = (replace(settings, repeats=repeats, points=points) for repeats, points in ATTEMPTS)
+    profile, types = _measured(subject, found, groups, next(attempts))
+    for attempt in attempts:
         if not any(_is_noisy(type_profile) for type_profile in (profile, *profile.others)):
             break
+        profile, types = _measured(subject, found, groups, attempt)
     source = _of_first(groups, f"measured in {time.monotonic() - began:.1f} s")
     every = (profile, *profile.others)
     if not all(type_profile.pieces for type_profile in every):

@@ -82,7 +82,7 @@ def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable
             if what == "load":
                 parts(arguments["path"])
             for name in ("path", "directory"):
-                if name in arguments and what != "load" and not isinstance(arguments[name], str | os.PathLike):
+                if name in arguments and what != "load" and not isinstance(arguments[name], (str, os.PathLike)):
                     raise TypeError(
                         f"{what}: {name!r} is {arguments[name]!r}; give a path, as a string or a pathlib.Path"
                     )

@@ -76,7 +76,8 @@ def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: Mea
             for quantity in ("flops_per_s", "memory_bytes", "memory_bytes_per_s")
         )
         devices.append(Device(flops, memory, bandwidth, order.index(place), name))
-    inner, outer = [], []
+    inner: list[Interconnect] = []
+    outer: list[Interconnect] = []
     for host, node in enumerate(hosts):
         local = Interconnect(min(report.memory_bytes_per_s for report in reports if report.node == node), 0.0)
         inner.append(links.inner[host] or local)

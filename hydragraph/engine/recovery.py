@@ -222,7 +222,9 @@ def _move(
         fresh = exe.given == "auto" and _measured(exe, world, generation, seats)
         profile = costs_for(exe.given_profile, seats, home, exe.measured_seats)
         if rates is not None and isinstance(profile, Costs) and not fresh:
-            member_rates = next((rank_rates for rank_rates in world.gather(rates) if rank_rates), {})
+            member_rates: Mapping[int, float] = next(
+                (rank_rates for rank_rates in world.gather(rates) if rank_rates), {}
+            )
             finite = {m: rate for m, rate in member_rates.items() if math.isfinite(rate)}
             slow = {rank: finite[m] for rank, m in enumerate(generation.members) if m in finite}
             profile = profile.changed(health=Health(slow))

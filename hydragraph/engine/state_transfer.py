@@ -222,7 +222,7 @@ def parts(restore: Restore) -> tuple[Pieces | None, Path | None]:
         return restore, None
     if isinstance(restore, tuple) and [isinstance(source, Pieces) for source in restore] == [True, False]:
         return restore[0], parts(restore[1])[1]
-    if isinstance(restore, str | os.PathLike):
+    if isinstance(restore, (str, os.PathLike)):
         return None, Path(restore)
     raise TypeError(f"{restore!r} is not a checkpoint: give a directory, hg.Pieces, or the pair (pieces, directory)")
 

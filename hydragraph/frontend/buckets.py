@@ -22,7 +22,7 @@ def buckets_of(
     for block in blocks:
         for name in dict.fromkeys(block.parameters):
             users.setdefault(name, []).append(block.name)
-    buckets = []
+    buckets: list[Bucket] = []
     for block in blocks:
         names = list(dict.fromkeys(block.parameters))
         tied = [n for n in names if len(users[n]) > 1 and users[n][0] == block.name]

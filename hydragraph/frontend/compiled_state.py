@@ -286,7 +286,7 @@ class CompiledState:
         known: frozenset[str] | None = None,
     ) -> None:
         """Record `values`, a part of `read(owner)`, and the objects that these values refer to."""
-        weak = hasattr(owner, "__weakref__") or isinstance(owner, types.FunctionType | functools.partial)
+        weak = hasattr(owner, "__weakref__") or isinstance(owner, (types.FunctionType, functools.partial))
         reference: Callable[[], Any] = weakref.ref(owner) if weak else lambda: owner
         plain = {n: v for n, v in values.items() if isinstance(v, _PLAIN)}
         others = {n: _frozen(v) for n, v in values.items() if n not in plain}
@@ -383,9 +383,9 @@ def _frozen(value: Any, inside: frozenset[int] = frozenset()) -> Any:
     if isinstance(value, Mapping):
         return kind, _frozen(parts, inside), _frozen(list(value.values()), inside)
     if ATOMS.issuperset(kinds := set(map(type, parts))):
-        return kind, frozenset(kinds), frozenset(parts) if isinstance(value, set | frozenset) else tuple(parts)
+        return kind, frozenset(kinds), frozenset(parts) if isinstance(value, (set, frozenset)) else tuple(parts)
     frozen = [_frozen(part, inside) for part in parts]
-    return kind, frozenset(frozen) if isinstance(value, set | frozenset) else tuple(frozen)
+    return kind, frozenset(frozen) if isinstance(value, (set, frozenset)) else tuple(frozen)
 
 
 def _arguments(call: functools.partial[Any]) -> Mapping[str, Any]:

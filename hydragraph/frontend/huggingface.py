@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -150,7 +150,7 @@ def use_packed_attention(model: nn.Module) -> None:
     hold_frequencies(model)
     name = _OrPyTorchs(ATTENTION) if any(map(_calls_pytorchs, model.modules())) else ATTENTION
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = name
 
@@ -193,7 +193,7 @@ def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
 def unplaced_id(model: nn.Module) -> int | None:
     """Return the padding id after which a RoBERTa-like model's positions start, or None for other models."""
     counting = (m for m in model.modules() if hasattr(type(m), "create_position_ids_from_input_ids"))
-    ids = (getattr(m, "padding_idx", None) for m in counting)
+    ids: Iterator[Any] = (getattr(m, "padding_idx", None) for m in counting)
     return max((int(i) for i in ids if i is not None), default=None)
 
 

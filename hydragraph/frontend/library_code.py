@@ -52,7 +52,9 @@ class LibraryCode:
         inner = [(where, inner_value) for inner_value in _inside(value)]
         if isinstance(value, FunctionType):
             self._add_function(where, value)
-        elif isinstance(value, type) or (callable(value) and not isinstance(value, ModuleType | Mapping) and not inner):
+        elif isinstance(value, type) or (
+            callable(value) and not isinstance(value, (ModuleType, Mapping)) and not inner
+        ):
             kind = value if isinstance(value, type) else type(value)
             if not self._is_of_library(kind.__module__, file_of(kind)):
                 self.patches.append((where, value))
@@ -94,7 +96,7 @@ class LibraryCode:
 def _inside(value: Any) -> Iterator[Any]:
     if isinstance(value, property):
         yield from (f for f in (value.fget, value.fset) if f is not None)
-    elif isinstance(value, MethodType | staticmethod | classmethod):
+    elif isinstance(value, (MethodType, staticmethod, classmethod)):
         yield value.__func__
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())

@@ -48,9 +48,9 @@ def _is_known(module: str) -> bool:
 def _value(value: object) -> str:
     if isinstance(value, PLAIN):
         return repr(value)
-    if isinstance(value, set | frozenset):
+    if isinstance(value, (set, frozenset)):
         return f"{type(value).__name__}{sorted(map(_value, value))}"
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return f"{type(value).__name__}{[*map(_value, value)]}"
     if isinstance(value, dict):
         return repr([(_value(k), _value(v)) for k, v in value.items() if k != "device_map"])  # peft records devices

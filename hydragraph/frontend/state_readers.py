@@ -196,7 +196,7 @@ def referent(value: Any) -> Any:
 
 def _wrapped(values: Iterable[Any]) -> list[Any]:
     inside = [part for value in values for part in (value.values() if type(value) is dict else [value])]
-    return [part for part in inside if isinstance(part, FunctionType | MethodType | functools.partial)]
+    return [part for part in inside if isinstance(part, (FunctionType, MethodType, functools.partial))]
 
 
 def parts_of(value: Any) -> Mapping[Any, Any]:
@@ -329,7 +329,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 def functions_in(value: Any) -> Iterator[FunctionType]:
     inner = value.fget if isinstance(value, property) else value
-    if isinstance(inner, MethodType | staticmethod | classmethod):
+    if isinstance(inner, (MethodType, staticmethod, classmethod)):
         inner = inner.__func__
     if isinstance(inner, FunctionType):
         yield inner

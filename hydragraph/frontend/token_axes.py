@@ -308,12 +308,12 @@ def token_dims(node: fx.Node, tokens: str) -> list[int]:
 
 def first_tensor(node: fx.Node) -> Any:
     value = value_of(node)
-    return value[0] if isinstance(value, tuple | list) and value else value
+    return value[0] if isinstance(value, (tuple, list)) and value else value
 
 
 def computed_alike(one: Any, other: Any) -> bool:
     """Return whether two nodes, or structures of nodes and constants, have the same value."""
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(map(computed_alike, one, other))
     if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
         return type(one) is type(other) and bool(one == other)

@@ -220,11 +220,11 @@ def _state_in(place: str, value: object, seen: dict[int, object], depth: int = 4
         yield place, str(value.bit_generator.state)
     elif isinstance(value, np.random.RandomState):
         yield place, str([str(part) for part in value.get_state()])
-    elif isinstance(value, list | tuple | set | collections.deque):
+    elif isinstance(value, (list, tuple, set, collections.deque)):
         yield f"the length of {place}", str(len(value))
         for i, part in enumerate([] if isinstance(value, set) or not depth else list(value)[:_MOST]):
             yield from _state_in(f"{place}[{i}]", part, seen, depth - 1)
-    elif depth and (isinstance(value, Mapping | SimpleNamespace) or not is_installed(kind)):
+    elif depth and (isinstance(value, (Mapping, SimpleNamespace)) or not is_installed(kind)):
         parts = value if isinstance(value, Mapping) else attributes_of(value)
         for name, part in list(parts.items())[:_MOST]:
             yield from _state_in(f"{place}.{name}".removeprefix("."), part, seen, depth - 1)

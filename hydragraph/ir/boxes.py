@@ -52,7 +52,7 @@ def _cut(lo: int, hi: int, shape: Extent, prefix: Extent, at: int) -> list[Box]:
     if first > last:
         return _cut(lo - last * row, hi - last * row, shape[1:], (*prefix, last), at)
     head = _cut(lo - (first - 1) * row, row, shape[1:], (*prefix, first - 1), at) if lo < first * row else []
-    whole = []
+    whole: list[Box] = []
     if first < last:
         offsets = (*prefix, first, *(0 for _ in shape[1:]))
         sizes = (*(1 for _ in prefix), last - first, *shape[1:])

@@ -115,7 +115,7 @@ def differentiable(graph: fx.Graph, parameters: set[fx.Node], hidden: fx.Node | 
 
 def _is_float(node: fx.Node) -> bool:
     value: Any = value_of(node)
-    return value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, tuple | list)
+    return value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, (tuple, list))
 
 
 def _whole_operands(node: fx.Node, cuts: Cuts) -> set[fx.Node]:

@@ -250,7 +250,7 @@ def _spec(
     """
     # The token count T is "s0", and each of two ranks has "s0/2" tokens.
     value = value_of(node)
-    sizes = []
+    sizes: list[int | str] = []
     for size in value.shape:
         symbol = symbol_name(size)
         if symbol is not None:

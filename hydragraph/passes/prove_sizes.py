@@ -87,7 +87,7 @@ def _symbols(value: Any) -> Iterator[tuple[str, int]]:
 def _numbers(value: Any) -> Iterator[float]:
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield value
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
         yield from _numbers(part)
 
 
@@ -112,13 +112,14 @@ class _Elsewhere(fx.Interpreter):
     def __init__(self, graph: fx.GraphModule, sizes: Mapping[str, int], where: str) -> None:
         super().__init__(graph)
         self.extra_traceback = False
+        self._nodes = graph.graph.nodes
         self._sizes = sizes
         self._where = where
         self._unknown: set[fx.Node] = set()
         self._known: dict[str, int] = {}
 
     def check(self) -> None:
-        inputs = [self._empty(value_of(n)) for n in self.graph.nodes if n.op == "placeholder"]
+        inputs = [self._empty(value_of(n)) for n in self._nodes if n.op == "placeholder"]
         with torch.no_grad():
             self.run(*inputs, enable_io_processing=False)
 
@@ -148,7 +149,7 @@ class _Elsewhere(fx.Interpreter):
             # PyTorch may record a wrong number of dimensions (as for a loss without reduction).
             if result.dim() == value.dim() and list(result.shape) != expected:
                 raise self._refusal(n, f"yields {list(result.shape)}, not {expected}, at {self._sizes_text()}")
-        elif isinstance(result, tuple | list) and isinstance(value, tuple | list):
+        elif isinstance(result, (tuple, list)) and isinstance(value, (tuple, list)):
             for one, other in zip(result, value, strict=True):
                 self._compare(n, one, other)
 
@@ -164,7 +165,7 @@ class _Elsewhere(fx.Interpreter):
     def _empty(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return torch.empty(list(map(self._size, value.shape)), dtype=value.dtype, device="meta")
-        if isinstance(value, tuple | list):
+        if isinstance(value, (tuple, list)):
             return type(value)(map(self._empty, value))
         return self._size(value) if isinstance(value, torch.SymInt) else value
 

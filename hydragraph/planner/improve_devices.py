@@ -143,7 +143,7 @@ class DeviceMoves:
         # traffic's time.
         every = [node for nodes in alike.values() for node in nodes]
         for degree in self._all_degrees:
-            for kept in [[], *(nodes[:n] for nodes in alike.values() for n in {1, len(nodes)})]:
+            for kept in [every[:0], *(nodes[:n] for nodes in alike.values() for n in {1, len(nodes)})]:
                 some = [node for node in every if node not in kept]
                 split = [
                     (ranks, regular(len(ranks), degree, self._degrees[self._node[ranks[0]]]), pipelines)

@@ -64,7 +64,7 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
                 spent[s, t] = min(spent[s, t], kind.tp * sum(cost.apart(every_length)[1:]))
                 forward, backward = cost.apart([longest])[1:]
                 alone[s, t] = min(alone[s, t], forward + SHARES[Work.INPUT_GRADIENT] * backward)
-    able = np.isfinite(spent).all(axis=1)
+    able = np.all(np.isfinite(spent), axis=1)
     if not able.any():
         return math.inf
     counts = np.array([blocks[template] for template in templates])

@@ -266,6 +266,8 @@ def owners(
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     state = costs.home.copies * state_bytes(costs)
+    decisive: _DecisiveBatches | None = None
+    lines: list[tuple[Line, Line]] = []
     if strategy.streams:
         decisive = _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment), messages=True)
         equal = costs.changed(home=Home(copies=costs.home.copies, nodes=costs.home.nodes))
@@ -284,7 +286,7 @@ def owners(
     home = None if beyond else home or home_of(costs, strategy, room, costs.home)
     if home is None:
         return Shortage(strategy, tightest, beyond + lacking(costs, room, costs.home) * lacked)
-    if strategy.streams:
+    if decisive is not None:
         memory = _walked_whole(costs.changed(home=home), strategy, decisive)
     else:
         memory = _held(costs, lines, home)

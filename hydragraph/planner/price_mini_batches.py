@@ -85,7 +85,7 @@ class MiniBatchPrices:
             self._at_home[home] = MiniBatchPrices(self.costs.changed(home=home), self.batches)
         owned = self._at_home[home]
         ranks = range(self.costs.ranks)
-        beside = 0.0
+        beside = lacks = 0.0
         for _ in range(ROUNDS):
             pipelines = owned.pipelines(strategy, beside)
             assigned_batches = self._of_each(partial(_assigned, owned.costs, strategy, pipelines, simulating))

@@ -47,7 +47,7 @@ def refined(
     """Return refined plans that fit and are faster than the original plans."""
     if is_late(until):
         return []
-    further_plans = []
+    further_plans: list[PricedPlan] = []
     best = min((plan.seconds for plan in plans), default=math.inf)
     for plan in sorted(plans, key=lambda each: each.seconds)[:BUDGETED]:
         if LEAST * plan.seconds < best:

@@ -51,7 +51,7 @@ def course_data(course: IterationView) -> dict[str, Any]:
 
 
 def _packed(bars: Sequence[TimeBar], names: dict[str, int], scale: float) -> list[int]:
-    packed = []
+    packed: list[int] = []
     before = 0
     for bar in bars:
         begin = round(bar.begin * scale)

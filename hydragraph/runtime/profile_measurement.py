@@ -172,7 +172,7 @@ def measure_types(
     device = devices[places[world.rank].type]
     tell = progress or (lambda done, total, what: None)
     representatives = {block.template: block for block in program.blocks}
-    timings = []
+    timings: list[_Timing] = []
     for kind in settings.every_kind:
         bench = Bench(subject, kind, groups, places, device)
         rows = bench.that_fit(settings.micro_batches, list(representatives.values()))
@@ -611,7 +611,8 @@ class _Timing:
         return median(samples), math.sqrt(math.pi / 2) * error
 
     def divided(self, types: Sequence[str]) -> _Timing:
-        stages, rows = {}, {}
+        stages: dict[str, Sequence[tuple[int, ...]]] = {}
+        rows: dict[str, tuple[Lengths, ...]] = {}
         for name in dict.fromkeys(types):
             for type_, every in self.stages.items():
                 own = [stage for stage in every if name in {types[rank] for rank in stage}]

@@ -118,7 +118,7 @@ def check_settings(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _are_numbers(values: Any) -> bool:
-    return isinstance(values, tuple | list) and all(
+    return isinstance(values, (tuple, list)) and all(
         isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1) for value in values
     )
 

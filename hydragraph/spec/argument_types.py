@@ -55,7 +55,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind is float:
         return isinstance(value, Real) and not isinstance(value, bool)
     if kind is Sequence:
-        if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
             return False
         (item,) = get_args(hint)
         return get_origin(item) is None or all(_fits(part, item) for part in value)

@@ -166,7 +166,7 @@ class Pair:
     points: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.types, list | tuple) or len(self.types) != 2:
+        if not isinstance(self.types, (list, tuple)) or len(self.types) != 2:
             raise ValueError(f"'types' is {self.types!r}: name two types of devices")
         object.__setattr__(self, "types", (str(self.types[0]), str(self.types[1])))
         object.__setattr__(self, "points", self.link.points)
@@ -497,11 +497,11 @@ def _slower(one: Interconnect, other: Interconnect) -> Interconnect:
 
 
 def _points(rows: object) -> tuple[tuple[float, float], ...]:
-    if not isinstance(rows, list | tuple):
+    if not isinstance(rows, (list, tuple)):
         raise ValueError(f"'points' is {rows!r}: give a list of [bytes, bytes_per_s]")
     points = []
     for point in rows:
-        if not isinstance(point, list | tuple) or len(point) != 2:
+        if not isinstance(point, (list, tuple)) or len(point) != 2:
             raise ValueError(f"'points' has {point!r}: give [bytes, bytes_per_s]")
         points.append((float(_positive("bytes", point[0])), float(_positive("bytes_per_s", point[1]))))
     if any(a[0] >= b[0] for a, b in pairwise(points)):

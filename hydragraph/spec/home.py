@@ -90,7 +90,7 @@ class Home:
                     f"home '{self}': {name!r} has {len(numbers)} numbers, but the run has {ranks} "
                     f"rank{'s' * (ranks > 1)}: give one number for each rank (0: the rank owns no state)"
                 )
-        unknown = [] if buckets is None else [name for name in self.buckets if name not in buckets]
+        unknown: list[str] = [] if buckets is None else [name for name in self.buckets if name not in buckets]
         if unknown:
             assert buckets is not None
             shown = ", ".join(buckets[:4]) + (f" and {len(buckets) - 4} more" if len(buckets) > 4 else "")
@@ -173,7 +173,7 @@ def home_of(given: Home | str | None) -> Home | None:
 
 
 def _shares(name: str, given: object) -> Shares:
-    if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or not given:
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence) or not given:
         raise ValueError(f"{name!r} is {given!r}: give a list of one share per rank, such as [3, 3, 1, 0]")
     for rank, share in enumerate(given):
         if isinstance(share, bool) or not isinstance(share, int | float) or not math.isfinite(share) or share < 0:
@@ -187,7 +187,7 @@ def _shares(name: str, given: object) -> Shares:
 
 
 def _nodes(given: object) -> tuple[int, ...]:
-    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
         raise ValueError(f"'nodes' is {given!r}: give a list with each rank's node, such as [0, 0, 1]")
     for rank, node in enumerate(given):
         if isinstance(node, bool) or not isinstance(node, int | float) or node < 0 or node != int(node):
@@ -196,7 +196,7 @@ def _nodes(given: object) -> tuple[int, ...]:
 
 
 def _text(values: Sequence[float]) -> str:
-    parts = []
+    parts: list[str] = []
     for value, run in groupby(values):
         count = len(list(run))
         number = repr(int(value)) if value == int(value) else repr(value)

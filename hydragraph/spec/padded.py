@@ -36,7 +36,8 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
     if not isinstance(given, Iterable):
         raise ValueError(f"the mini-batch is {given!r}; pass a list of sequences, each a tensor or list of token ids")
     sequences: list[Tensor | dict[str, Tensor]] = []
-    for batch in [given] if isinstance(given, Mapping) else given:
+    batches: Iterable[Any] = [given] if isinstance(given, Mapping) else given
+    for batch in batches:
         if isinstance(batch, Mapping):
             fields = {n: _without_numpy(v) for n, v in batch.items()}
             rows = [{n: _tensor(n, v) for n, v in row.items()} for row in _rows(fields, len(sequences))]
@@ -48,7 +49,7 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
 
 def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
     ids = fields.get("input_ids")
-    lists = isinstance(ids, list) and bool(ids) and all(isinstance(row, list | Tensor) for row in ids)
+    lists = isinstance(ids, list) and bool(ids) and all(isinstance(row, (list, Tensor)) for row in ids)
     if not lists and not (isinstance(ids, Tensor) and ids.dim() == 2):
         yield fields
         return
@@ -65,13 +66,13 @@ def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
 
 
 def _without_numpy(value: Any) -> Any:
-    if isinstance(value, list | tuple) and value and all(isinstance(part, np.ndarray) for part in value):
+    if isinstance(value, (list, tuple)) and value and all(isinstance(part, np.ndarray) for part in value):
         return [_without_numpy(part) for part in value]
     return torch.tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
 
 
 def _tensor(name: str, value: Any) -> Any:
-    whole = name in _TOKENS and isinstance(value, list | tuple) and all(type(n) is int for n in value)
+    whole = name in _TOKENS and isinstance(value, (list, tuple)) and all(type(n) is int for n in value)
     try:
         return torch.tensor(value, dtype=torch.int64) if whole else value
     except (ValueError, OverflowError, RuntimeError):

@@ -149,7 +149,7 @@ def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -
     item = get_args(hint)[0] if get_origin(hint) is tuple else None
     if not (is_dataclass(item) and isinstance(item, type)):
         return value
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, (list, tuple)):
         raise ValueError(f"{path}: expected a list, but it is {value!r}")
     return tuple(from_record(item, entry, f"{path}[{i}]", hints=hints) for i, entry in enumerate(value))
 

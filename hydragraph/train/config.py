@@ -52,7 +52,7 @@ _NAME_LETTERS = frozenset(string.ascii_letters + string.digits + "-_")
 
 
 def _strategies(value: object) -> tuple[str, ...]:
-    several = [value] if isinstance(value, str | Mapping) else value
+    several = [value] if isinstance(value, (str, Mapping)) else value
     if isinstance(several, Sequence):
         several = [flow_yaml(item) if isinstance(item, Mapping) else item for item in several]
     return check_texts("strategies", several)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydragraph.spec.record import from_record, parse_yaml, section_record
@@ -112,7 +113,7 @@ def _put(data: dict[str, Any], keys: Sequence[str], value: object) -> str:
     at = data
     for i, key in enumerate(keys[:-1]):
         inner = at.get(key)
-        if not isinstance(inner, Mapping | None):
+        if not isinstance(inner, (Mapping, NoneType)):
             return f"{'.'.join(keys[: i + 1])} is {inner!r}"
         at[key] = dict(inner or {})
         at = at[key]
@@ -130,4 +131,4 @@ def _value(text: str, value: str) -> object:
 def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, tuple | list) else value
+    return [plain(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -26,7 +26,7 @@ from hydragraph.cluster.processes.stop_requests import Requests, Stopping
 from hydragraph.cluster.rendezvous.member import CALLED, comes_late, elastic, here
 from hydragraph.cluster.rendezvous.protocol import ALL_LEAVE
 from hydragraph.cluster.shared_outcome import together
-from hydragraph.cost.trace_file import TracedStep
+from hydragraph.cost.trace_file import TracedStep, TraceEvent
 from hydragraph.data import tokenizer
 from hydragraph.data.mini_batches import Drawn, MiniBatches
 from hydragraph.data.mixture import Mixture
@@ -300,7 +300,7 @@ def _session(config: TrainConfig, start: _Start, launched: _Launched, owned: Exi
         state = TrainState(launched.watcher, batches, prepared.anew, coming, done, saved, positions, owns=owns)
         state.kept = last is not None
         state.began = folder.began
-        executor.spans = [] if start.trace else None
+        executor.spans = list[TraceEvent]() if start.trace else None
         write_run_ranks(run)
         return _follow(run, state, launched.stopping, owned, prepared)
 
@@ -324,7 +324,7 @@ def _remarks(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mi
 def _score(prepared: _RunInputs, executor: Any, start: _Start, launched: _Launched) -> int:
     world = launched.world
     reference, weights = prepared.reference, prepared.config.model.weights
-    missing = [] if reference is None else reference.missing(prepared.config)
+    missing: list[list[tuple[str, int]]] = [] if reference is None else reference.missing(prepared.config)
     if reference is None or not missing:
         return 0
     if start.last is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated
+from typing import Annotated, Any
 
 from hydragraph.train.field_checks import CheckedFields, Fraction, Number, check_number
 
@@ -89,7 +89,8 @@ class ObjectiveConfig:
         losses = {"dpo": DpoConfig, "simpo": SimpoConfig, "orpo": OrpoConfig}
         if text not in losses:
             raise ValueError(f"'objective' is {text!r}: use {' or '.join(losses)}")
-        return cls(**{text: losses[text]()})
+        chosen: dict[str, Any] = {text: losses[text]()}
+        return cls(**chosen)
 
     @property
     def loss(self) -> PairLoss:

@@ -50,8 +50,9 @@ class PairedSteps:
         pairs = self.evaluate(sequences, strategy)
         scoring_s = time.perf_counter() - began
         report = self.executor.step(_weighted(sequences, pairs.weights), strategy, divide_by=len(sequences) // 2)
-        step_fields = {f.name: getattr(report, f.name) for f in fields(StepReport)}
-        return PairReport(**{**step_fields, "loss": pairs.loss}, pairs={**pairs.figures, "scoring_s": scoring_s})
+        step_fields: dict[str, Any] = {f.name: getattr(report, f.name) for f in fields(StepReport)}
+        step_fields["loss"] = pairs.loss
+        return PairReport(**step_fields, pairs={**pairs.figures, "scoring_s": scoring_s})
 
     def weighted(self, sequences: Sequence[Drawn]) -> list[dict[str, Any]]:
         """Return a mini-batch with loss weights as if the current scores were the reference scores."""

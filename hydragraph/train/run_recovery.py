@@ -79,7 +79,8 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
         read: Counter[str] = Counter()
         for bytes_read in world.gather(survived.read):
             read.update(bytes_read)
-        meetings, state.untold = state.untold, []
+        meetings = state.untold
+        state.untold = []
         took = max(world.gather(paused(meetings, world.rank)))
         if run.watcher is not None:
             for event in (*changes_of(meetings), resumed(meetings, world.ranks, lost_to, moved, took or idle_s, read)):

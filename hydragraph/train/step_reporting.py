@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -33,10 +34,11 @@ _REPORTED = (
 
 def log_step(run: Run, step: int, report: StepReport) -> None:
     config = run.config
-    try:
-        losses, eval_pairs = _evaluate(run, step) if run.evaluates(step) else ({}, {})
-    except Stopped:
-        losses, eval_pairs = {}, {}
+    losses: dict[str, float] = {}
+    eval_pairs: dict[str, dict[str, float]] = {}
+    with suppress(Stopped):
+        if run.evaluates(step):
+            losses, eval_pairs = _evaluate(run, step)
     if run.log is None or run.watcher is None:
         return
     comparison = run.expectation.stepped(report.strategy, report.expected_s, report.seconds - report.preparing_s)
@@ -87,10 +89,11 @@ def _evaluate(run: Run, step: int) -> tuple[dict[str, float], dict[str, dict[str
     losses: dict[str, float] = {}
     figures: dict[str, dict[str, float]] = {}
     for name, batches in run.evaluation.items():
+        pairs: dict[str, float] = {}
         try:
             losses[name], pairs = _evaluate_set(run, run.strategy_of(step), batches)
         except FloatingPointError:
-            losses[name], pairs = math.nan, {}
+            losses[name] = math.nan
             if run.watcher is not None:
                 run.watcher.note(f"step {step}: the loss on {name} is not finite; training continues")
         if pairs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -82,14 +83,7 @@ def test_a_deterministic_config_is_measured_as_it_trains(tmp_path: Path) -> None
 
 def test_what_failed_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = Profile("here", {(1, 1): Constants(2e-9, 3e-6, 4e-3)}, {1: 96}, limits={(1, 1): 12345}, notes=("a hint",))
-    found = Profile(
-        **{
-            **vars(good),
-            "failed": {(2, 1): "all noise"},
-            "residuals": {(1, 1): 0.05},
-            "unfit": {StageKind(2, True): "no"},
-        }
-    )
+    found = replace(good, failed={(2, 1): "all noise"}, residuals={(1, 1): 0.05}, unfit={StageKind(2, True): "no"})
     monkeypatch.setattr(command, "profile_rank", lambda *_: (found, 1))
     result = run(write(tmp_path), "--out", tmp_path / "p.json")
     assert result.exit_code == 0, result.output

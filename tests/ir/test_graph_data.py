@@ -33,7 +33,7 @@ def sizes(value: Any) -> Any:
     """Describe a value without its symbols: dtype, strides and shape in the example."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), [hint_of(s) for s in value.stride()], [hint_of(s) for s in value.shape]
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return [sizes(v) for v in value]
     return hint_of(value) if isinstance(value, int | torch.SymInt) else None
 

@@ -52,4 +52,4 @@ def test_stages_take_the_ends_with_the_first_and_the_last_layer() -> None:
 )
 def test_what_cannot_be_is_refused_by_name(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        Outline(**{"blocks": BLOCKS, "buckets": BUCKETS, **changes})
+        Outline(**(dict[str, Any](blocks=BLOCKS, buckets=BUCKETS) | changes))

@@ -41,7 +41,7 @@ from tests.thorough import first, only, thorough
 EVEN: dict[str, Any] = {
     **tiny(num_hidden_layers=1, num_attention_heads=8, hidden_size=128, intermediate_size=96, vocab_size=104)
 }
-GROUPED = {**EVEN, "num_key_value_heads": 4}
+GROUPED: dict[str, Any] = {**EVEN, "num_key_value_heads": 4}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: llama(1, heads=8, kv=4, width=96, vocab=104),
     "gpt2": lambda: gpt2(1, heads=8, vocab=104),

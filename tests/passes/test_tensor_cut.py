@@ -35,7 +35,7 @@ def test_parts_and_heads_say_which_elements_they_stand_for(cuts: Cuts) -> None:
     assert {cut.scale for cut in keys} == {1, 16}
     for node, cut in of_fused.items():
         value = value_of(node)
-        if not isinstance(value, list | tuple):
+        if not isinstance(value, (list, tuple)):
             assert value.shape[cut.dim] * cut.scale == cut.length
 
 

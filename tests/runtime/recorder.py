@@ -70,8 +70,8 @@ class Recorder(TorchDispatchMode):
         self._as_operators.start()
         return super().__enter__()
 
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
         self._as_operators.stop()
 
     # Queues.

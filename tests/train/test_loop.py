@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,8 +125,8 @@ def test_a_spare_reads_the_folder_after_the_run_has_begun_and_the_ranks_meet(
 class Expecting(PlainExecutor):
     """Takes a quarter more than it expects."""
 
-    def step(self, *args: Any) -> PlainReport:
-        return replace(super().step(*args), expected_s=0.4)
+    def step(self, sequences: Sequence[torch.Tensor], strategy: hg.Strategy | None = None) -> PlainReport:
+        return replace(super().step(sequences, strategy), expected_s=0.4)
 
 
 def compile_expecting(model: Any, strategy: Any, *, optimizer: Any, **_: object) -> Expecting:

@@ -162,7 +162,7 @@ def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
     for config in configs:
         config.tie_word_embeddings = False
     base._tied_weights_keys = None
-    base.all_tied_weights_keys = {}
+    base.all_tied_weights_keys = dict[str, str]()
     return base
 
 

@@ -11,7 +11,7 @@ from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.log import doing
 from hydragraph.passes.variants import Variants
 
-AUTO = "auto"  # the project's tests set this to "off"
+AUTO: str = "auto"  # the project's tests set this to "off"
 _latest: list[Variants] = []  # graphs of the last checked program
 
 

@@ -28,6 +28,7 @@ from hydragraph.frontend.repeated_blocks import block_list, entries
 from hydragraph.frontend.same_masks import same_masks
 from hydragraph.ir.program import Block, Program
 from hydragraph.kernels.philox import keys_of
+from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StagePart
 
@@ -261,6 +262,7 @@ class _Comparer:
         sums: dict[str, Tensor] = {}
         loss = torch.zeros((), dtype=torch.float64)
         failed: _Unrunnable | None = None
+        ran: list[tuple[Block, Variant]] = []
         try:
             with _side("captured"):
                 ran = [(block, self.variants.get(block, StagePart())) for block in _kept(program, group)]

@@ -198,7 +198,7 @@ class _Graph:
         checks: Mapping[object, Callable[[Any, list[Any], Mapping[str, Any]], None]] = {
             "placeholder": self._placeholder,
             "get_attr": self._constant,
-            "call_function": lambda target, *given: check_call(text(target, "its target"), *given),
+            "call_function": lambda target, args, kwargs: check_call(text(target, "its target"), args, kwargs),
             "call_method": self._call_method,
             "output": self._output,
         }
@@ -272,7 +272,7 @@ class _Graph:
                 right = kind == "tuple" or len(content) == 3
             case "complex":
                 self._argument(listed(content, "a complex number"))
-                right = len(content) == 2 and all(isinstance(part, int | float | dict) for part in content)
+                right = len(content) == 2 and all(isinstance(part, (int, float, dict)) for part in content)
             case "torch":
                 right = isinstance(content, str) and (content in _DTYPES or content in _FORMATS)
             case "device":

@@ -149,7 +149,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
                 kick(tried[k], as_pipelines(work, lengths, low + at, max_len), np.zeros(low + at), kicks, enough, 1)
                 values[at] = priced(tried[k], work, low + at, objective, terms)
                 best = min(best, values[at])
-    at = np.argmin(values)
+    at = int(np.argmin(values))
     if best < np.inf:
         for k in range(KICKED):
             if kept[k] == at:

@@ -22,8 +22,9 @@ from hydragraph.spec.assignment import Assignment
 
 
 def cvxpy_with(solver: str, where: str, otherwise: str) -> Any:
+    cvxpy: Any = None
     try:
-        cvxpy: Any = importlib.import_module("cvxpy")
+        cvxpy = importlib.import_module("cvxpy")
         has_solver = solver in cvxpy.installed_solvers()
     except ImportError:
         has_solver = False

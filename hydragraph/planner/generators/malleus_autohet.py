@@ -107,7 +107,7 @@ def search(
         if together > max(useful, 2) and best >= before:
             break
     first = sorted(by_shape.values(), key=lambda candidate: candidate.seconds)[:KEPT]
-    gaining = [] if way.published else first[:IMPROVED]
+    gaining: list[SearchCandidate] = [] if way.published else first[:IMPROVED]
     better = [_improved(candidate, until) for candidate in gaining if not is_late(until)]
     return sorted([*better, *first], key=lambda candidate: candidate.seconds)
 

@@ -119,8 +119,8 @@ def common_degrees(costs: Costs) -> list[int]:
 
 def _groups(costs: Costs, nodes: Sequence[NodeDevices], degree: int, tokens: int, safety: float) -> _Groups | None:
     free = free_bytes(costs, tokens, safety)
-    ranks = []
-    sites = []
+    ranks: list[tuple[int, ...]] = []
+    sites: list[DeviceSite] = []
     for node in nodes:
         devices = sorted(node.devices)
         if len(devices) % degree:

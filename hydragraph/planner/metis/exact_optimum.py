@@ -458,7 +458,7 @@ def optimum(
     best = known
     ranks = problem.cluster.devices
     sizes = np.array([1 << i for i in range(ranks.bit_length()) if 1 << i >= smallest], dtype=np.int64)
-    cases = []
+    cases: list[_Case] = []
     for types in permutations(problem.types):
         kinds = problem.kinds(types)
         places = problem.places(types)

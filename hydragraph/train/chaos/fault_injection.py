@@ -69,7 +69,8 @@ class Victim:
         return pids
 
     def _below(self, levels: int) -> list[int]:
-        above, born = {}, {}
+        above: dict[int, int] = {}
+        born: dict[int, int] = {}
         for pid, fields in all_stats():
             above[pid] = int(fields[1])
             if fields[0] not in "ZX":

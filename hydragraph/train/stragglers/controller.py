@@ -28,7 +28,7 @@ from hydragraph.train.stragglers.monitor import Monitor
 from hydragraph.train.stragglers.rate_estimator import NEEDED, Change
 from hydragraph.train.stragglers.reshard_policy import ReshardPolicy
 from hydragraph.train.stragglers.run_events import RunEvent
-from hydragraph.train.stragglers.straggler_state import SlowRank
+from hydragraph.train.stragglers.straggler_state import LearnedSlowdown, SlowRank
 
 LAST = 8  # number of recent mini-batches to plan for
 GAIN = 0.05  # minimum fraction of the step time that a switch must save
@@ -131,8 +131,8 @@ class Controller:
     @property
     def slow(self) -> Mapping[int, SlowRank]:
         """Slow ranks, with learned rates if they delayed other ranks."""
-        learned = {} if self._replanning is None else self._lateness.learned
-        measured = {} if self.monitor is None else self.monitor.slow
+        learned: Mapping[int, LearnedSlowdown] = {} if self._replanning is None else self._lateness.learned
+        measured: Mapping[int, SlowRank] = {} if self.monitor is None else self.monitor.slow
         ranks = sorted({*measured, *learned})
         return {rank: replace(measured.get(rank, SlowRank()), learned=learned.get(rank)) for rank in ranks}
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def loop(victim: int, at: int, how: str, folder: Path, stopped_s: float) -> None
             with watch.step(number, describe):
                 run_step(groups, watch, hook)
     except RankFailure as failure:
-        seen = {"number": number, "failure": [failure.rank, failure.instruction, failure.error]}
+        seen: dict[str, Any] = {"number": number, "failure": [failure.rank, failure.instruction, failure.error]}
         seen["seconds"] = time.monotonic() - began
         seen["again"] = again(watch)
         groups.close()  # must not hang

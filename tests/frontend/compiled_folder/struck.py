@@ -31,7 +31,7 @@ _NUMBERS = (0, 1, -1, 2, 3, 1 << 40)
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield where the leaves of some data are."""
-    if isinstance(data, dict | list) and data:
+    if isinstance(data, (dict, list)) and data:
         items = data.items() if isinstance(data, dict) else enumerate(data)
         for key, value in items:
             yield from places(value, (*path, key))

@@ -29,7 +29,7 @@ def described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         device = str(value.device)
         return str(value.dtype), device, [hint_of(s) for s in value.stride()], [hint_of(s) for s in value.shape]
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return [described(v) for v in value]
     return hint_of(value) if isinstance(value, int | torch.SymInt) else None
 
