@@ -182,33 +182,6 @@ def placed(
     ]
 
 
-class PipelineEnds:
-    """Exact end times of pipelines that run equal micro-batches."""
-
-    def __init__(self, costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> None:
-        self._forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
-        pipelines = dict(zip(self._forms, strategy.pipelines, strict=True))
-        rows = {form: stage_rows(costs.stages(p), [lengths]) for form, p in pipelines.items()}
-
-        def end(form: object, count: int) -> float:
-            return float(replayed(rows[form], strategy.schedule, pipelines[form].rows, [0] * count).max())
-
-        self._rows = rows
-        self._end = cache(end)
-
-    def end(self, pipeline: int, count: int) -> float:
-        return self._end(self._forms[pipeline], count)
-
-    def counts(self, micro_batches: int) -> list[int]:
-        """Return each pipeline's number of micro-batches, so that the last pipeline ends as early as possible."""
-        every = range(len(self._forms))
-        first = np.array([self.end(p, 1) for p in every])
-        further = np.array([self._rows[form][0, :, :AHEAD].sum(axis=1).max() for form in self._forms])
-        counts = [int(n) for n in shares(micro_batches, first, further)]
-        rebalance(counts, self.end, every, 0.0, MOVES)
-        return counts
-
-
 def form_of(costs: Costs, pipeline: Pipeline) -> object:
     """Return a key that is equal for pipelines with equal times."""
     cluster = costs.cluster
@@ -231,11 +204,25 @@ def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together
     Returns:
         The assignment, and the last pipeline's end time without pull, push and update.
     """
-    ends = PipelineEnds(costs, strategy, lengths[:together])
-    counts = ends.counts(-(-len(lengths) // together))
+    forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
+    pipelines = dict(zip(forms, strategy.pipelines, strict=True))
+    rows = {form: stage_rows(costs.stages(p), [lengths[:together]]) for form, p in pipelines.items()}
+
+    @cache
+    def end_of(form: object, count: int) -> float:
+        return float(replayed(rows[form], strategy.schedule, pipelines[form].rows, [0] * count).max())
+
+    def end(pipeline: int, count: int) -> float:
+        return end_of(forms[pipeline], count)
+
+    every = range(len(forms))
+    first = np.array([end(p, 1) for p in every])
+    further = np.array([rows[form][0, :, :AHEAD].sum(axis=1).max() for form in forms])
+    counts = shares(-(-len(lengths) // together), first, further).tolist()
+    rebalance(counts, end, every, 0.0, MOVES)
     batches = [tuple(range(i, min(i + together, len(lengths)))) for i in range(0, len(lengths), together)]
-    last = max(ends.end(p, count) for p, count in enumerate(counts))
-    return Assignment(tuple(runs(batches, counts)), tuple(lengths)), last
+    assignment = Assignment(tuple(runs(batches, counts)), tuple(lengths))
+    return assignment, max(end(p, count) for p, count in enumerate(counts))
 
 
 def settle(

@@ -12,7 +12,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.pricing import micro_batches_of
 from hydragraph.cost.rank_memory import batch_bytes
-from hydragraph.planner.price_candidate import PipelineEnds, form_of, needs, owners_by_block
+from hydragraph.planner.price_candidate import form_of, needs, owners_by_block, share_out
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.strategy import Strategy
@@ -51,7 +51,7 @@ def test_pipelines_end_as_their_costs_say(text: str, count: int) -> None:
     strategy = Strategy.parse(text, 6)
     assignment = Assignment((tuple((i,) for i in range(count)),), (700,) * count)
     end = costs.pipelines_end(strategy, assignment)
-    assert PipelineEnds(costs, strategy, [700]).end(0, count) == pytest.approx(end, rel=1e-12)
+    assert share_out(costs, strategy, [700] * count, 1)[1] == pytest.approx(end, rel=1e-12)
 
 
 @settings(max_examples=max(8, settings.default.max_examples // 40))
