@@ -35,7 +35,7 @@ demo: $(STAMP)  ## train 10 M parameters on the standard library with 4 local pr
 lint: $(STAMP)  ## ruff and the strict type check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/pyrefly check
 
 # Installation compiles the planner's search. After an edit of it, workers would all compile the same functions.
 plans: $(STAMP)
@@ -70,5 +70,5 @@ matrix: $(STAMP)  ## run the core with every PyTorch that is supported, an envir
 	$(BIN)/python -m tests.matrix
 
 clean:  ## remove .venv, runs and caches
-	rm -rf .venv runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv runs site .pytest_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -140,7 +140,7 @@ def one_rank(sizes: Sizes) -> Measured:
     return measure(action)
 
 
-def _llama(sizes: Sizes):  # type: ignore[no-untyped-def]
+def _llama(sizes: Sizes):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -157,7 +157,7 @@ def _llama(sizes: Sizes):  # type: ignore[no-untyped-def]
         )
 
 
-def _buckets(sizes: Sizes):  # type: ignore[no-untyped-def]
+def _buckets(sizes: Sizes):
     """Return a Llama's buckets with the rules that capture finds, without capturing one."""
     from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 

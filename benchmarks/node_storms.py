@@ -116,7 +116,7 @@ class Machines(Stormed):
         """Return all processes of the run on a machine."""
         return [pid for pid, environment in self.two[number].processes().items() if _JOB in environment]
 
-    def supervisor(self, number: int) -> int:  # type: ignore[override]
+    def supervisor(self, number: int) -> int:
         """Return the process that torchrun has started on a machine; ranks are forked from it, and look like it."""
         alike = set()
         for pid in self.everything(number):
@@ -350,7 +350,7 @@ def weathered(storm: Storm, folder: Path, steps: int) -> tuple[TrainConfig, list
     config.save(file)
     problems: list[str] = []
     with TwoNodes(folder / "nodes") as two:
-        run = Machines(disturbed_run.RunFolder(Path(config.output)), None, nodes=two, config=file)  # type: ignore[arg-type]
+        run = Machines(disturbed_run.RunFolder(Path(config.output)), None, nodes=two, config=file)
         run.started = [run.start(number, "--overwrite", restarts=RESTARTS.get(storm.__name__, 0)) for number in (0, 1)]
         run.launcher = run.started[0]
         try:

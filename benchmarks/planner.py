@@ -126,7 +126,7 @@ def proposal_rows(case: Case) -> list[Row]:
     )
     rows = []
     for devices, paper, target in ((64, 2.03, 0.1), (1024, 107.21, 0.3)):
-        took, found = timed(lambda devices=devices: planner.propose(case.profile, sample, devices, CONTEXT))  # type: ignore[misc]
+        took, found = timed(lambda devices=devices: planner.propose(case.profile, sample, devices, CONTEXT))
         rows.append(Row(f"proposal, {devices} devices", paper, target, took, f"{len(found)} strategies; {quality}"))
     return rows
 
@@ -155,18 +155,18 @@ def dispatch_rows(case: Case) -> list[Row]:
         schemes, batches = MIX * (devices // 64), case.iterations(tokens)
         paper, target = (5.46, 0.5) if devices == 64 else (38.56, 5.0)
         for bubble in ("constant", "longest"):
-            took, found = timed(lambda: [dispatch(schemes, case.profile, b, bubble=bubble) for b in batches])  # type: ignore[arg-type]  # noqa: B023
+            took, found = timed(lambda: [dispatch(schemes, case.profile, b, bubble=bubble) for b in batches])  # noqa: B023
             ours, bounds = [f.seconds for f in found], [f.bound for f in found]
             allowed = {64: "0.5 %", 1024: "1 %"}[devices] if bubble == "constant" else "report"
             name = f"dispatch, {devices} devices, {bubble} bubble"
             rows.append(Row(name, paper, target, took, f"above bound: {gaps(ours, bounds)}, must: {allowed}"))
             for method in ("greedy", "longest first"):
                 other_took, others = timed(
-                    lambda: [dispatch(schemes, case.profile, b, bubble=bubble, method=method) for b in batches]  # type: ignore[arg-type]  # noqa: B023
+                    lambda: [dispatch(schemes, case.profile, b, bubble=bubble, method=method) for b in batches]  # noqa: B023
                 )
                 theirs = [o.seconds for o in others]
                 rows.append(Row(f"  {method}", None, None, other_took, compared(ours, theirs, bounds)))
-            local_took, local = timed(lambda: [descended(schemes, case, b, bubble) for b in batches])  # type: ignore[arg-type]  # noqa: B023
+            local_took, local = timed(lambda: [descended(schemes, case, b, bubble) for b in batches])  # noqa: B023
             rows.append(Row("  longest first + local search", None, None, local_took, compared(ours, local, bounds)))
     return rows
 
@@ -248,7 +248,7 @@ def warm_up(case: Case) -> Timed:
         lengths = case.lengths(40, np.random.default_rng(1))
         planner.propose(case.profile, lengths, 64, CONTEXT)
         for method in ("search", "greedy"):
-            dispatch(MIX, case.profile, lengths, method=method)  # type: ignore[arg-type]
+            dispatch(MIX, case.profile, lengths, method=method)
         pack_pipeline(case.profile.pipelines(MIX)[0], lengths)
         planner.compare([MIX], case.profile, lengths)
 

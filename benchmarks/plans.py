@@ -69,10 +69,10 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 TYPES = {
-    "A100": DeviceType(flops_per_s=312e12, memory_bytes=80e9, memory_bytes_per_s=2.0e12),  # type: ignore[arg-type]
-    "A800": DeviceType(flops_per_s=312e12, memory_bytes=80e9, memory_bytes_per_s=2.0e12),  # type: ignore[arg-type]
-    "H800": DeviceType(flops_per_s=624e12, memory_bytes=80e9, memory_bytes_per_s=3.35e12),  # type: ignore[arg-type]
-    "H20": DeviceType(flops_per_s=148e12, memory_bytes=96e9, memory_bytes_per_s=4.0e12),  # type: ignore[arg-type]
+    "A100": DeviceType(flops_per_s=312e12, memory_bytes=80e9, memory_bytes_per_s=2.0e12),
+    "A800": DeviceType(flops_per_s=312e12, memory_bytes=80e9, memory_bytes_per_s=2.0e12),
+    "H800": DeviceType(flops_per_s=624e12, memory_bytes=80e9, memory_bytes_per_s=3.35e12),
+    "H20": DeviceType(flops_per_s=148e12, memory_bytes=96e9, memory_bytes_per_s=4.0e12),
 }
 NVLINK = {"A100": 300e9, "A800": 200e9, "H800": 200e9, "H20": 450e9}
 NETWORK = Interconnect(50e9, 1e-5)  # 400 Gbit/s

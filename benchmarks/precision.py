@@ -94,7 +94,7 @@ def train_both(config: TrainConfig, tokens: PreparedCorpus, progress: Callable[[
 
 def _compiled(config: TrainConfig, tokens: PreparedCorpus, dtype: torch.dtype) -> hg.Executable:
     model = build_model(config.model, tokens.vocabulary, tokens.end_of_text, config.seed)
-    strategy = hg.Strategy.parse(config.strategies[0], model.config.num_hidden_layers)  # type: ignore[union-attr, arg-type]
+    strategy = hg.Strategy.parse(config.strategies[0], model.config.num_hidden_layers)
     factory = optimizer_factory(config.optimizer, model)
     return hg.compile(model, strategy, factory, config.max_grad_norm, dtype, config.device, check="off")
 

@@ -157,13 +157,13 @@ def by_trl() -> Result:
 
     disable_progress_bars()
 
-    class InOrder(DPOTrainer):  # type: ignore[misc]
+    class InOrder(DPOTrainer):
         """Takes the pairs in their order."""
 
         def _get_train_sampler(self, dataset: Any = None) -> Any:
             return SequentialSampler(dataset or self.train_dataset)
 
-    class Timed(TrainerCallback):  # type: ignore[misc]
+    class Timed(TrainerCallback):
         """Measures the steps."""
 
         def __init__(self) -> None:

@@ -221,7 +221,7 @@ class Otherwise:
                 piece,
                 forward=forward,
                 backward=backward,
-                reduced=reduced,  # type: ignore[arg-type]
+                reduced=reduced,
                 during_sums=() if self.sums_wait or self.overlapped or self.context > 1 else piece.during_sums,
             )
 

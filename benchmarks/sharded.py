@@ -87,7 +87,7 @@ class Rival:
         self.model = build_model(config.model, tokens.vocabulary, tokens.end_of_text, config.seed)
         huggingface.use_packed_attention(self.model)
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-        layers: Any = self.model.model.layers  # type: ignore[union-attr]
+        layers: Any = self.model.model.layers
         for layer in layers:
             if recompute:
                 checkpoint(layer)

@@ -223,7 +223,7 @@ def rivals(sizes: Model) -> dict[str, Step]:
 
     def sharded(model: nn.Module) -> nn.Module:
         mesh = dist.init_device_mesh("cpu", (ranks,))
-        for layer in model.model.layers:  # type: ignore[union-attr]
+        for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return model
@@ -239,7 +239,7 @@ def on_ranks(sizes: Sizes, rounds: int) -> dict[str, list[Timing]]:
         strategy = hg.Strategy.parse(text, sizes.layers)
         exe = hg.compile(sizes.model(), strategy, optimizer=adamw, device="cpu", check="off")
         executables.append(exe)
-        sides[name] = lambda turn, exe=exe: exe.step(sizes.sequences(turn)).loss  # type: ignore[misc]
+        sides[name] = lambda turn, exe=exe: exe.step(sizes.sequences(turn)).loss
     found = alternate(sides, rounds)
     for exe in executables:
         exe.close()

@@ -91,7 +91,7 @@ class _Shown(logging.StreamHandler[Any]):
         self.addFilter(RankFilter())
 
     @property
-    def stream(self) -> TextIO:  # type: ignore[override]
+    def stream(self) -> TextIO:  # pyrefly: ignore[bad-override]  # a property
         return sys.stderr
 
 

@@ -50,8 +50,8 @@ def hand_written_lora() -> nn.Module:
     """Return a frozen Llama with adapters on queries (cut by columns) and down projections (cut by rows)."""
     torch.manual_seed(1)
     model = frozen(lambda name: False)
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        layer.self_attn.q_proj, layer.mlp.down_proj = Lora(layer.self_attn.q_proj), Lora(layer.mlp.down_proj)  # type: ignore[union-attr, arg-type]
+    for layer in model.model.layers:
+        layer.self_attn.q_proj, layer.mlp.down_proj = Lora(layer.self_attn.q_proj), Lora(layer.mlp.down_proj)
     return model
 
 
@@ -60,7 +60,7 @@ def unreached() -> nn.Module:
     torch.manual_seed(1)
     model = llama(layers=LAYERS)
     model.extra = nn.Linear(4, 4)
-    for layer in model.model.layers[1:]:  # type: ignore[union-attr, index]
+    for layer in model.model.layers[1:]:
         layer.self_attn.q_proj = Detached(layer.self_attn.q_proj, layer.self_attn.q_proj.in_features)
     return model
 

@@ -372,27 +372,27 @@ def _forked(arguments: Sequence[str], environment: Mapping[str, str], said: Path
         os.environ.update(environment)
         tempfile.tempdir = None
         # As multiprocessing does in its own children: what the parent has registered is not ours to end.
-        util._finalizer_registry.clear()  # type: ignore[attr-defined]
+        util._finalizer_registry.clear()
         atexit._clear()
-        atexit.register(util._exit_function)  # type: ignore[attr-defined]
-        util._tempdir = None  # type: ignore[attr-defined]
-        multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
-        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-        tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+        atexit.register(util._exit_function)
+        util._tempdir = None
+        multiprocessing.current_process()._config.pop("tempdir", None)
+        server: Any = forkserver._forkserver
+        tracker: Any = resource_tracker._resource_tracker
         tracker._fd = tracker._pid = None  # one of its own, which clears up after it
         if alone:
             os.close(server._forkserver_alive_fd)
             server._forkserver_alive_fd = server._forkserver_pid = server._forkserver_address = None
         else:
             # It is our parent's, so that we cannot ask how it is.
-            server.ensure_running = forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
-        train.train_rank = struck.train_rank  # type: ignore[assignment]
+            server.ensure_running = forkserver.ensure_running = lambda: None
+        train.train_rank = struck.train_rank  # pyrefly: ignore[bad-assignment]
         sys.argv = ["hydragraph", *arguments]
         try:
             cli.app(arguments)
         except SystemExit as ending:
             code = int(ending.code or 0)
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()

@@ -216,7 +216,7 @@ def _table(name: str) -> property:
         tiles, origins = (torch.empty(x.shape, dtype=x.dtype, device=GPU) for x in (made.tiles, made.origins))
         return replace(made, tiles=tiles, origins=origins)
 
-    return property(table)
+    return property(table)  # pyrefly: ignore[bad-return]
 
 
 @contextmanager

@@ -243,7 +243,7 @@ class Communicator:
             del operate, work
 
 
-class FakeNccl(_ProcessGroup):  # type: ignore[misc]
+class FakeNccl(_ProcessGroup):
     """A process group of such communicators."""
 
     device: Device  # of this process

@@ -169,7 +169,7 @@ def _read_only(target: Target) -> Undo:
     target.folder.mkdir(exist_ok=True)
     subprocess.run(["mount", "--bind", target.folder, target.folder], check=True)
     subprocess.run(["mount", "-o", "remount,bind,ro", target.folder], check=True)
-    return lambda: subprocess.run(["umount", "--lazy", target.folder], check=True) and None  # type: ignore[return-value]
+    return lambda: subprocess.run(["umount", "--lazy", target.folder], check=True) and None  # pyrefly: ignore[bad-return]
 
 
 def _vanish(target: Target) -> Undo:

@@ -9,10 +9,10 @@ does not reach.
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from random import Random
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ class Loss:
     number: float
     counter: Any
     calls: list[int] = field(default_factory=list)
-    random: random.Random = field(default_factory=lambda: random.Random(1))
+    random: Random = field(default_factory=lambda: Random(1))
 
     def called(self) -> int:
         """Count the calls."""
@@ -156,7 +156,7 @@ class LossCase:
 
 def draw(seed: int) -> LossCase:
     """Draw a case: at most two steps, and often an end that is right."""
-    random_ = random.Random(seed)
+    random_ = Random(seed)
     steps = tuple(random_.sample(sorted(STEPS), random_.choice([0, 1, 1, 2])))
     ends = ["sum", "picked", "sum of sequences"] if random_.random() < 0.6 else sorted(ENDS)
     start = random_.choice(sorted(STARTS))
@@ -203,7 +203,7 @@ def _one_by_one(case: LossCase, data: list[Batch]) -> tuple[float, dict[str, Ten
         }
         logits = model(ids[None], batch["position_ids"], batch["cu_seqlens"])
         total = total + loss(logits, batch) / targets
-    total.backward()  # type: ignore[no-untyped-call]
+    total.backward()
     return total.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 

@@ -147,7 +147,7 @@ def _install(row: Row, interpreter: str, home: Path) -> str | None:
     pip = [home / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-compile"]
     lowest = list(oldest_requirements((ROOT / "pyproject.toml").read_text())) if row.oldest else []
     for asked in ([row.requirement], [*lowest, row.requirement, "-e", f"{ROOT}[dev]"]):
-        said = subprocess.run([*pip, *asked], capture_output=True, text=True, check=False)  # type: ignore[list-item]
+        said = subprocess.run([*pip, *asked], capture_output=True, text=True, check=False)
         if said.returncode:
             lines = [line for line in said.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
             return f"not run: {lines[-1].removeprefix('ERROR: ')}"
@@ -174,12 +174,12 @@ def _test(home: Path) -> str:
         log = FOLDER / f"{home.name}-{what}.txt"
         with log.open("w") as file:
             code = subprocess.run(
-                command,  # type: ignore[arg-type]
+                command,
                 cwd=ROOT,
                 env=environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                check=False,  # type: ignore[arg-type]
+                check=False,
             ).returncode
         if code:
             failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", log.read_text(), re.MULTILINE)

@@ -31,7 +31,7 @@ class Reversed(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
+    def backward(ctx: object, gradient: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         return -gradient
 
 
@@ -229,13 +229,13 @@ def _autocast_switched_on(block: Block, x: Tensor) -> Tensor:
 
 @_habit
 def _buffer_written(block: Block, x: Tensor) -> Tensor:
-    block.seen += 1  # type: ignore[assignment]
+    block.seen += 1
     return x * block.seen
 
 
 @_habit
 def _buffer_assigned(block: Block, x: Tensor) -> Tensor:
-    block.seen = block.seen + 1  # type: ignore[assignment]
+    block.seen = block.seen + 1
     return x * block.seen
 
 
@@ -272,11 +272,11 @@ def _tied(model: Model) -> None:
 
 
 def _parametrised(model: Model) -> None:
-    parametrize.register_parametrization(model.layers[1].down, "weight", _Positive())  # type: ignore[arg-type]
+    parametrize.register_parametrization(model.layers[1].down, "weight", _Positive())  # pyrefly: ignore[bad-argument-type]
 
 
 def _weight_norm(model: Model) -> None:
-    torch.nn.utils.parametrizations.weight_norm(model.layers[0].up)  # type: ignore[arg-type]
+    torch.nn.utils.parametrizations.weight_norm(model.layers[0].up)  # pyrefly: ignore[bad-argument-type]
 
 
 def _forward_hook(model: Model) -> None:
@@ -285,7 +285,7 @@ def _forward_hook(model: Model) -> None:
 
 def _instance_forward(model: Model) -> None:
     block = model.layers[1]
-    block.forward = lambda hidden, cu: Block.forward(block, hidden * 1.5, cu)  # type: ignore[arg-type, method-assign]
+    block.forward = lambda hidden, cu: Block.forward(block, hidden * 1.5, cu)  # pyrefly: ignore[bad-argument-type]
 
 
 def _unused_parameter(model: Model) -> None:
@@ -293,7 +293,7 @@ def _unused_parameter(model: Model) -> None:
 
 
 def _other_attribute(model: Model) -> None:
-    model.layers[1]._depth = 3.0  # type: ignore[assignment]
+    model.layers[1]._depth = 3.0  # pyrefly: ignore[bad-argument-type]
 
 
 CHANGES: dict[str, Callable[[Model], None]] = {
@@ -333,7 +333,7 @@ def alone(model: Model, data: Sequence[Tensor]) -> tuple[float, dict[str, Tensor
         bounds = torch.tensor([0, len(ids)], dtype=torch.int32)
         logits = model(ids[None], torch.arange(len(ids))[None], bounds)[0]
         loss = loss + F.cross_entropy(logits[:-1], ids[1:], reduction="sum") / targets
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 

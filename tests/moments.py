@@ -171,7 +171,7 @@ def _struck(strike: Strike, ranks: int) -> tuple[int, ...]:
 
 def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Return an optimizer with state per element."""
-    return torch.optim.AdamW(named, lr=1e-2)  # type: ignore[arg-type]
+    return torch.optim.AdamW(named, lr=1e-2)
 
 
 def batch(step: int) -> list[Tensor]:
@@ -305,7 +305,7 @@ def run(prepared: Ready, plan: Plan) -> Came:
             step, loss = line.split()
             losses.setdefault(int(step), set()).add(loss)
     hits = {int(file.name[4:]): tuple(json.loads(file.read_text())) for file in plan.folder.glob("hit-*")}
-    return Came(losses, hits, error, time.monotonic() - began)  # type: ignore[arg-type]
+    return Came(losses, hits, error, time.monotonic() - began)
 
 
 def ready() -> Ready:

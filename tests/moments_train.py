@@ -58,8 +58,8 @@ _genuine = train.train_rank  # what ranks run; in the launcher's process this mo
 
 def train_rank(*arguments: Any) -> Any:
     """Train on this rank, which strikes itself when it is its turn."""
-    run_saving.matplotlib_installed = step_reporting.matplotlib_installed = lambda: False  # type: ignore[attr-defined]
-    step_reporting.tensorboard_installed = lambda: False  # type: ignore[attr-defined]
+    run_saving.matplotlib_installed = step_reporting.matplotlib_installed = lambda: False
+    step_reporting.tensorboard_installed = lambda: False
     record = json.loads(os.environ[PLAN])
     strikes = tuple(Strike(**each) for each in record["strikes"])
     plan = Plan(strikes, Path(record["folder"]), opened=OPENED)
@@ -128,7 +128,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--launch"]:
         from tests import moments_train
 
-        train.train_rank = moments_train.train_rank  # type: ignore[assignment]
+        train.train_rank = moments_train.train_rank  # pyrefly: ignore[bad-assignment]
         sys.argv = ["hydragraph", *sys.argv[2:]]
         cli.app(sys.argv[1:])
         return

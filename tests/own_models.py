@@ -84,7 +84,7 @@ class Small(nn.Module):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        return x + self.down(self.up(x))  # type: ignore[no-any-return]
+        return x + self.down(self.up(x))
 
 
 def small(layers: int = 1) -> Own:
@@ -106,13 +106,13 @@ class Headed(Own):
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Return logits [1, T, 101]."""
         x = self.stack[0]((self.tokens(input_ids) + self.places(position_ids))[0], cu_seqlens)
-        return self.out(self.norm(x)[None])  # type: ignore[no-any-return]
+        return self.out(self.norm(x)[None])
 
 
 def alone(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the logits [L, outputs] of one sequence by itself."""
     bounds = torch.tensor([0, len(ids)], dtype=torch.int32)
-    return model(ids[None], torch.arange(len(ids))[None], bounds)[0]  # type: ignore[no-any-return]
+    return model(ids[None], torch.arange(len(ids))[None], bounds)[0]
 
 
 def weighted(outputs: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -90,7 +90,7 @@ class RightCase:
 
     def _with_experts(self, model: Model) -> Model:
         for block in model.layers:  # no habit asks for what is in this norm
-            block.second = nn.Sequential(block.second, Routed(self.spread, 1 + self.seed % 2))  # type: ignore[arg-type]
+            block.second = nn.Sequential(block.second, Routed(self.spread, 1 + self.seed % 2))  # pyrefly: ignore[bad-argument-type]
         return model
 
 

@@ -79,8 +79,8 @@ class Order:
 
 def train_rank(*arguments: Any) -> Any:
     """Train on this rank, and be struck if it is meant; without the optional packages that take a run's seconds."""
-    run_saving.matplotlib_installed = step_reporting.matplotlib_installed = lambda: False  # type: ignore[attr-defined]
-    step_reporting.tensorboard_installed = lambda: False  # type: ignore[attr-defined]
+    run_saving.matplotlib_installed = step_reporting.matplotlib_installed = lambda: False
+    step_reporting.tensorboard_installed = lambda: False
     text = os.environ.get(ORDER)
     order = None if text is None else Order(**json.loads(text))
     if order is not None and int(os.environ.get("RANK", "0")) == order.rank and not Path(order.notice).exists():

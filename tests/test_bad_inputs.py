@@ -3,7 +3,7 @@
 Commands with mistakes, and their errors, are in bad_inputs.txt.
 """
 
-# mypy: disable-error-code="arg-type, list-item"
+# pyrefly: ignore-errors[bad-argument-type]
 from __future__ import annotations
 
 import re
@@ -59,7 +59,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         "max_grad_norm is 0: give a number above 0, or None for no clipping",
     ),
     "a function without a result": (
-        lambda: hg.compile(llama(layers=2), STRATEGY, lambda parameters: None),  # type: ignore[return-value]
+        lambda: hg.compile(llama(layers=2), STRATEGY, lambda parameters: None),
         "optimizer: the function returned None; return an optimizer",
     ),
     "a profile's file": (

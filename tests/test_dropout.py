@@ -82,18 +82,18 @@ def test_every_strategy_equals_one_device_with_the_same_masks(model: str, tmp_pa
         return same_masks(module, program, keys_of(key_of(SEED, step), [length], [i]))
 
     plain = partial(torch.optim.SGD, lr=0.05)
-    want = reference.train(MODELS[model](), batches(), plain, masks=masks)  # type: ignore[arg-type]
+    want = reference.train(MODELS[model](), batches(), plain, masks=masks)
     for strategy, found in zip(STRATEGIES[model], gradients, strict=True):
         name, ratio = reference.worst(found, want.gradients[0])
         assert ratio <= 1, f"{strategy}: gradient of {name} is {ratio:.2f} times the tolerance off"
     assert losses == pytest.approx(want.losses, rel=1e-5)
     assert resumed[0] == losses[2]  # the same strategy: the same bits
     assert resumed[1] == pytest.approx(losses[3], rel=1e-5)
-    without = reference.train(MODELS[model]().eval(), batches()[:1], plain)  # type: ignore[arg-type]
+    without = reference.train(MODELS[model]().eval(), batches()[:1], plain)
     assert evaluated == pytest.approx(without.losses * 2, rel=1e-5)
     assert abs(without.losses[0] - losses[0]) > 1e-3
 
 
 def test_ranks_with_other_seeds_are_refused() -> None:
     with pytest.raises(ValueError, match="'seed' is 'one': give an integer"):
-        hg.compile(dropping_gpt2(1), "<tp1,pp1>", seed="one")  # type: ignore[arg-type]
+        hg.compile(dropping_gpt2(1), "<tp1,pp1>", seed="one")  # pyrefly: ignore[bad-argument-type]

@@ -63,7 +63,7 @@ def alone(name: str) -> tuple[float, dict[str, Tensor]]:
     logits = single(input_ids=ids, use_cache=False).logits
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     loss.backward()
-    return loss.item(), {n: p.grad for n, p in single.named_parameters()}  # type: ignore[misc]
+    return loss.item(), {n: p.grad for n, p in single.named_parameters()}  # pyrefly: ignore[bad-return]
 
 
 @thorough

@@ -26,7 +26,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     import hydragraph
 
     with pytest.raises(AttributeError, match="module 'hydragraph' has no attribute 'compil'"):
-        hydragraph.compil  # type: ignore[attr-defined]  # noqa: B018
+        hydragraph.compil  # noqa: B018
 
 
 def test_a_rank_that_neither_traces_nor_plans_imports_no_compiler_and_no_solver() -> None:

@@ -37,7 +37,7 @@ def test_at_many_moments(tmp_path: Path) -> None:
         folder.mkdir()
     ends = [Strike(window, NEVER, 1, "stop" if window == "move" else "kill") for window in WINDOWS]
     calls = {"step": 17_000, "move": 15_000, "save": 2_500, "recover": 17_000, "room": 20_000, "join": 35_000}
-    plan = Plan((*ends, *drawn(18, 5, calls, WINDOWS, ["kill", "kill", "hang"])), struck)  # type: ignore[arg-type]
+    plan = Plan((*ends, *drawn(18, 5, calls, WINDOWS, ["kill", "kill", "hang"])), struck)  # pyrefly: ignore[bad-argument-type]
     came = run(prepared, plan)
     assert not wrong(plan, came, run(prepared, Plan((), calm, steps=max(came.losses))))
 

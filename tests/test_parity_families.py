@@ -110,7 +110,7 @@ def train(prepared: dict[str, Ready]) -> dict[str, tuple[list[float], list[dict[
 
 def one_device(family: Family) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses of plain training, and the gradients of its first step."""
-    model, losses, first = family.build(), [], {}  # type: ignore[var-annotated]
+    model, losses, first = family.build(), [], {}
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
         batch = family.mini_batch(step)
@@ -118,7 +118,7 @@ def one_device(family: Family) -> tuple[list[float], dict[str, Tensor]]:
         loss = torch.stack([family.alone(model, s) for s in batch if _targets(s)]).sum() / targets
         optimizer.zero_grad()
         loss.backward()
-        first = first or {n: p.grad.clone() for n, p in model.named_parameters()}  # type: ignore[union-attr]
+        first = first or {n: p.grad.clone() for n, p in model.named_parameters()}
         losses.append(loss.item())
         optimizer.step()
     return losses, first

@@ -188,7 +188,7 @@ def test_adapters_are_cut_where_their_base_is() -> None:
     rules = {name.split("layers.0.")[1]: p.rule for name, p in program.parameters.items() if "layers.0." in name}
     for module, heads in (("self_attn.q_proj", 4), ("self_attn.v_proj", 2)):
         assert rules[f"{module}.base_layer.weight"] == rules[f"{module}.lora_B.default.weight"]
-        assert rules[f"{module}.base_layer.weight"].segments == (heads,)  # type: ignore[union-attr]
+        assert rules[f"{module}.base_layer.weight"].segments == (heads,)
         assert rules[f"{module}.lora_A.default.weight"] is None
     assert rules["mlp.down_proj.base_layer.weight"] == rules["mlp.down_proj.lora_A.default.weight"]
     assert rules["mlp.down_proj.lora_B.default.weight"] is None
@@ -219,7 +219,7 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 @thorough
 def test_an_inactive_adapter_is_kept_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = adapted()
-    model.add_adapter("second", peft.LoraConfig(task_type="CAUSAL_LM", r=2))  # type: ignore[operator]
+    model.add_adapter("second", peft.LoraConfig(task_type="CAUSAL_LM", r=2))
     program = hg.capture(model)
     assert [r.levelname for r in caplog.records if "no block uses" in r.getMessage()] == ["WARNING"]
     assert {p.name for p in program.buckets[-1].parameters} == {n for n in program.parameters if ".second." in n}

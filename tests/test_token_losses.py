@@ -54,7 +54,7 @@ def _logp(model: nn.Module, ids: Tensor) -> Tensor:
     if len(ids) < 2:
         return torch.zeros(0)
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-    return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]  # type: ignore[no-any-return]
+    return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
 def ready() -> Ready:

@@ -148,7 +148,7 @@ def test_alone_in_16_bits(name: str, backend: str) -> None:
     after = exe.full_state_dict()
     assert last < first
     assert {n for n in before if not torch.equal(before[n], after[n])} == exe.program.learning
-    state = sum(t.numel() for values in exe.optimizer.state.values() for t in values.values() if t.dim())  # type: ignore[union-attr]
+    state = sum(t.numel() for values in exe.optimizer.state.values() for t in values.values() if t.dim())
     learning = sum(exe.program.parameters[n].size for n in exe.program.learning)
     assert state == 2 * learning == 2 * sum(g.numel() for g in exe.home.gradients.values())
     exe.close()

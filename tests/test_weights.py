@@ -102,7 +102,7 @@ def test_a_module_of_ones_own_keeps_its_names_and_a_loop_must_end_before_the_nex
     with pytest.raises(ValueError, match=r"dtype torch.int8 is not a floating dtype"):
         exe.weights(dtype=torch.int8)
     with pytest.raises(ValueError, match=r"dtype 'bfloat16' is not a floating dtype; give torch.bfloat16"):
-        exe.weights(dtype="bfloat16")  # type: ignore[arg-type]
+        exe.weights(dtype="bfloat16")  # pyrefly: ignore[bad-argument-type]
     unfinished = exe.weights()
     next(unfinished)
     exe.close()

@@ -77,7 +77,7 @@ class OwnStep(torch.optim.SGD):
     """Half of an update."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         """Update by half of the gradients."""
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -281,7 +281,7 @@ def _plain_step(user: User, sequences: list[Tensor], form: str, divide_by: Divid
         batch = {"labels": torch.cat([targeted, targeted.new_full((1,), -100)])[None]}
         total = total + user.loss(logits, batch) / float(divisor)
     user.optimizer.zero_grad()
-    total.backward()  # type: ignore[no-untyped-call]
+    total.backward()
     if clip is not None:
         nn.utils.clip_grad_norm_(user.model.parameters(), clip)
     user.optimizer.step()

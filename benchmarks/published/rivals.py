@@ -324,7 +324,7 @@ def resharded(profile: Profile, devices: int, old: Scheme, new: Scheme) -> float
 
 
 def _replicas(bucket: object) -> dict[str, GradientKind]:
-    return {p.name: GradientKind.REPLICA for p in bucket.parameters}  # type: ignore[attr-defined]
+    return {p.name: GradientKind.REPLICA for p in bucket.parameters}
 
 
 def together(transfers: Sequence[Transfers], ranks: int) -> Transfers:

@@ -72,7 +72,8 @@ class SumsProducts:
         return StartedCollective(result, whole)
 
     def _start_sum(self, x: Tensor) -> StartedCollective:
-        started: StartedCollective = self.start_all_reduce(x.clone())  # type: ignore[attr-defined]
+        # pyrefly: ignore[missing-attribute]  # of the subclass
+        started: StartedCollective = self.start_all_reduce(x.clone())
         return StartedCollective(lambda: x.copy_(started.result()))
 
 

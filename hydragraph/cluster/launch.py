@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 from hydragraph.cluster.adopted import backend_of, check_moves, gpu_name, object_group
 from hydragraph.cluster.failure.newest_watch import watch_of
@@ -197,9 +197,9 @@ def _store_of_launcher(rank: int, ranks: int) -> Store:
         _reach(address, port, rank)
         store = client(address, port)
         store.set(f"{_HERE}/{rank}", "")
-    joining = dist.PrefixStore("hydragraph/generations", store)  # type: ignore[attr-defined]
+    joining = dist.PrefixStore("hydragraph/generations", store)
     name = generation(joining, rank, ranks, _ARRIVAL) if shared else "first"
-    return dist.PrefixStore(f"hydragraph/{name}", store)  # type: ignore[attr-defined, no-any-return]
+    return dist.PrefixStore(f"hydragraph/{name}", store)
 
 
 def _wait_for_ranks(store: Store, ranks: int, where: str) -> None:
@@ -321,7 +321,7 @@ def follow(nodes: RunMachines, say: Callable[[str], None]) -> RunMachines | None
 
 def starting(*functions: Callable[..., object] | None) -> Context:
     """Return the multiprocessing context for ranks; call `starting` before this process has threads."""
-    context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
+    context: Context = multiprocessing.get_context(START_METHOD)
     if START_METHOD == "forkserver":
         with nothing_else_imported():
             if not ensure_forked(PRELOAD, classes_named_in(*filter(None, functions))):

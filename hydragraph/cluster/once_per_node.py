@@ -85,7 +85,7 @@ def once_per_machine(
         theirs, _ = outcomes[fellows[-1]]
         if not returned and theirs is not None:
             try:
-                returned.append(theirs.read())  # type: ignore[arg-type]
+                returned.append(theirs.read())  # pyrefly: ignore[bad-argument-type]  # what `make` returned there
             except (OSError, ValueError) as refused:
                 _LOG.warning(
                     "%s: the result of rank %d cannot be read (%s): computing it again", what, fellows[-1], refused

@@ -143,7 +143,7 @@ def verb(function: Callable[[Options], None]) -> Callable[..., None]:
     def command(**given: Any) -> None:
         function(options(**given))
 
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature(parameters)  # pyrefly: ignore[missing-attribute]  # not in typeshed
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
@@ -197,7 +197,7 @@ def check_read(given: Mapping[str, Any]) -> None:
         if not isinstance(path, Path) or not path.is_file():
             continue
         for name, value in given.items():
-            for other in value if isinstance(value, list | tuple) else (value,):
+            for other in value if isinstance(value, (list, tuple)) else (value,):
                 if name not in (output, "running") and isinstance(other, str | Path) and _same(path, other):
                     option = "output" if output == "out" else output
                     raise ValueError(f"--{option} {path} would replace a file that the command reads: name another")
@@ -232,7 +232,7 @@ def on_planned_devices(options: Options, config: TrainConfig) -> Options:
         return options
     cluster = None if config.plan.cluster is None else Path(config.plan.cluster)
     profile = getattr(options, "profile", None) if has("profile", "efficiency") else config.plan.profile
-    return replace(options, cluster=cluster, profile=profile)  # type: ignore[call-arg]
+    return replace(options, cluster=cluster, profile=profile)
 
 
 def chosen_strategies(

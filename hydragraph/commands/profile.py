@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -89,8 +89,8 @@ def profile_rank(
     kinds = _kinds(strategies, chosen, options)
     tokens = options.longest or max(config.data.max_length, 4 * hidden_size(program), 1024)
     settings = MeasureSettings(chosen, kinds, tokens, options.repeats)
-    sizes = model.config
-    vocabulary = int(sizes.vocab_size)  # type: ignore
+    sizes: Any = model.config
+    vocabulary = int(sizes.vocab_size)
     positions = getattr(sizes, "max_position_embeddings", None)
     backend = config.backend
     if config.deterministic:

@@ -213,7 +213,7 @@ def linear(products: Iterable[Product]) -> float:
 
 def operations(program: Program, block: Block, tp: int) -> Operations:
     graph = program.templates[block.template].graph.graph
-    looked_up = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.embedding.default}  # type: ignore[union-attr]
+    looked_up = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.embedding.default}
     rows = _rows_of_experts(graph)
     products: list[Product] = []
     by_weight: dict[fx.Node, Product] = {}
@@ -286,7 +286,7 @@ def _reach(node: fx.Node) -> AttentionReach:
 def _attention(node: fx.Node) -> float:
     query = node.args[0]
     causal = node.args[5]
-    heads, size = value_of(query).shape[1:]  # type: ignore[arg-type]
+    heads, size = value_of(query).shape[1:]
     return 4.0 * int(heads) * int(size) / (2 if causal else 1)
 
 

@@ -251,11 +251,12 @@ def _terms(form: TensorForm, tokens: str) -> tuple[float, int, int]:
 
 def head_operands(node: fx.Node) -> Sequence[fx.Node] | None:
     ops = torch.ops.hydragraph
+    operands: tuple[Any, ...] = node.args
     called = {METHODS[ops.tp_head_loss.default], METHODS[ops.tp_head_token_losses.default]}
     if node.op == "call_method" and node.target in called:
-        return node.args[1:3]  # type: ignore[return-value]
+        return operands[1:3]
     fused = (ops.head_loss.default, ops.head_token_losses.default, ops.head_token_gradients.default)
-    return node.args[:2] if node.target in fused else None  # type: ignore[return-value]
+    return operands[:2] if node.target in fused else None
 
 
 def _symbols(size: int | torch.SymInt) -> set[str]:
@@ -272,4 +273,5 @@ def _nodes(graph: fx.GraphModule, op: str) -> list[fx.Node]:
 
 
 def _results(graph: fx.GraphModule) -> list[Any]:
-    return list(_nodes(graph, "output")[0].args[0])  # type: ignore[arg-type]
+    results: Any = _nodes(graph, "output")[0].args[0]
+    return list(results)

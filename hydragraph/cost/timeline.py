@@ -50,7 +50,7 @@ class LazySequence(Sequence[T]):
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: int) -> T:  # type: ignore[override]
+    def __getitem__(self, index: int) -> T:  # pyrefly: ignore[bad-override]  # no slices
         if not 0 <= index < self._count:
             raise IndexError(index)
         return self._of(index)

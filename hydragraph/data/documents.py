@@ -146,7 +146,7 @@ class FieldNames:
             "preference": (self.chosen, self.rejected),
         }
         if self.format != "auto":
-            chosen: Format = self.format  # type: ignore[assignment]
+            chosen: Format = self.format  # pyrefly: ignore[bad-assignment]  # not "auto"
             missing = [name for name in needed[chosen] if name not in names]
             if missing:
                 settings = {"text": "text_field", "chat": "messages_field", "completion": "prompt_field"}
@@ -236,7 +236,7 @@ class FieldNames:
             value = [value]
         if not value or (isinstance(value, str) and not value.strip()):
             raise ValueError(f"{place}: there is no {name} answer ({name!r} is {value!r}): remove the pair")
-        if not isinstance(value, str | list):
+        if not isinstance(value, (str, list)):
             raise ValueError(f"{place}: {name!r} is {type_text(value)}: give a text, or a list of messages")
         return value if isinstance(value, str) else _messages(value, name, place)
 

@@ -230,7 +230,7 @@ class Executable(Membership):
         self, sequences: Batches, entropy: Literal[True], strategy: Strategy | str | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
-    @collective("score")  # type: ignore[misc]  # the decorator's call takes self by position only
+    @collective("score")  # the decorator's call takes self by position only
     def score(
         self, sequences: Batches, entropy: bool = False, strategy: Strategy | str | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:

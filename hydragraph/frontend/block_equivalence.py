@@ -46,8 +46,8 @@ class _Nowhere:
     def _used(self, *_: object) -> Any:
         raise TypeError("a layer's index is used")
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _used  # type: ignore[assignment]
-    __hash__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _used  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _used
+    __hash__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _used
 
 
 def refuse_state(call: BlockCall, hints: dict[str, int]) -> None:
@@ -150,13 +150,14 @@ def _refuse_difference(first: list[str] | None, second: list[str] | None, where:
 
 
 def _noted(call: BlockCall, hints: dict[str, int]) -> list[str] | None:
-    arguments = []
+    arguments: list[Tensor] = []
     for tensor in call.inputs:
         sizes = [hints.get(name) if (name := symbol_name(s)) else int(s) for s in tensor.shape]
-        if any(size is None for size in sizes):
+        known = [size for size in sizes if size is not None]
+        if len(known) < len(sizes):
             return None
         grad = tensor.is_floating_point()
-        arguments.append(torch.empty(sizes, dtype=tensor.dtype, device="meta", requires_grad=grad))  # type: ignore[arg-type]
+        arguments.append(torch.empty(known, dtype=tensor.dtype, device="meta", requires_grad=grad))
     notes = _Notes(call.module, arguments)
     try:
         with watched(call.name, call.module), notes:
@@ -195,7 +196,7 @@ class _Notes(TorchDispatchMode):
         return None if self.unknown else [*self.lines, self.text(result)]
 
     def _name(self, result: Any) -> None:
-        for tensor in result if isinstance(result, tuple | list) else [result]:
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, Tensor) and id(tensor) not in self._names:
                 self._names[id(tensor)] = f"%{len(self._kept)}"
                 self._kept.append(tensor)
@@ -203,7 +204,7 @@ class _Notes(TorchDispatchMode):
     def text(self, value: Any) -> str:
         if isinstance(value, Tensor):
             return self._names.get(id(value)) or self._constant(value)
-        if isinstance(value, tuple | list):
+        if isinstance(value, (tuple, list)):
             return f"[{', '.join(map(self.text, value))}]"
         if isinstance(value, dict):
             return f"{{{', '.join(f'{k}: {self.text(v)}' for k, v in value.items())}}}"
@@ -221,4 +222,4 @@ class _Notes(TorchDispatchMode):
 def _form(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {value.dtype} {value.device}"
-    return f"[{', '.join(map(_form, value))}]" if isinstance(value, tuple | list) else type(value).__name__
+    return f"[{', '.join(map(_form, value))}]" if isinstance(value, (tuple, list)) else type(value).__name__

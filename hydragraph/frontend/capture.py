@@ -240,7 +240,8 @@ class _Skeleton:
 
     @property
     def inputs(self) -> dict[str, str]:
-        return dict(zip(self.signature.user_inputs, self.fields, strict=True))  # type: ignore[arg-type]
+        names: Any = self.signature.user_inputs
+        return dict(zip(names, self.fields, strict=True))
 
     def field(self, name: str) -> fx.Node:
         return next(node for node in placeholders_of(self.graph) if self.inputs.get(node.name) == name)

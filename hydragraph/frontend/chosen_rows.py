@@ -277,12 +277,13 @@ class _Rewriting:
     def _value(self, node: fx.Node, before: Any) -> Any:
         if node.target is aten.sym_size.int and operands(node)[0] in self._indices:
             return math.prod(self._indices[operands(node)[0]][0].sizes)
+        target: Any = node.target
         arguments, options = fx.map_arg((node.args, dict(node.kwargs)), value_of)
         if "device" in options and isinstance(before, Tensor):
             options["device"] = before.device
         try:
             with self._mode:
-                return node.target(*arguments, **options)  # type: ignore[operator]
+                return target(*arguments, **options)
         except (RuntimeError, ValueError, TypeError) as error:
             raise _Unchanged(f"{node.target} fails on the rows of all tokens ({error})") from error
 
@@ -311,7 +312,7 @@ class _Rewriting:
         with self._graph.inserting_before(place):
             node = self._graph.call_function(target, arguments)
         with self._mode:
-            value = target(*fx.map_arg(arguments, value_of))  # type: ignore[arg-type]
+            value = target(*fx.map_arg(arguments, value_of))
         node.meta = {**place.meta, "val": value}
         return node
 
@@ -319,7 +320,7 @@ class _Rewriting:
 def _sizes(value: Any) -> list[Any]:
     if isinstance(value, Tensor):
         return list(value.shape)
-    return [size for part in value for size in _sizes(part)] if isinstance(value, tuple | list) else [value]
+    return [size for part in value for size in _sizes(part)] if isinstance(value, (tuple, list)) else [value]
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -20,7 +20,8 @@ def hold_frequencies(model: nn.Module) -> None:
         kinds = _kinds(module)
         if any(map(_changes, kinds.values())):
             steady = {layer: "default" if _changes(kind) else kind for layer, kind in kinds.items()}
-            module.rope_type = steady if isinstance(module.rope_type, dict) else steady[""]  # type: ignore[assignment]
+            rotary: Any = module
+            rotary.rope_type = steady if isinstance(rotary.rope_type, dict) else steady[""]
 
 
 def short_positions(model: nn.Module) -> tuple[int, str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,11 +82,13 @@ def _initialised(model: nn.Module, unit: nn.Module, name: str, seed: int) -> nn.
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(digest))
         # Initialize inner modules first, as `apply` does: outer modules may override them.
-        for module in reversed(list(unit.modules())):
+        transformer: Any = model
+        modules: list[Any] = list(unit.modules())
+        for module in reversed(modules):
             if is_huggingface(model):
-                model._init_weights(module)  # type: ignore[operator]
+                transformer._init_weights(module)
             elif hasattr(module, "reset_parameters"):
-                module.reset_parameters()  # type: ignore[operator]
+                module.reset_parameters()
     return unit
 
 

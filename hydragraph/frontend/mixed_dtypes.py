@@ -39,10 +39,11 @@ def _is_floating(value: Any) -> bool:
 
 
 def _failure(node: fx.Node) -> str:
+    target: Any = node.target
     try:
         with torch.no_grad():
-            args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), _zeros)  # type: ignore[misc]
-            node.target(*args, **kwargs)  # type: ignore[operator]
+            args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), _zeros)
+            target(*args, **kwargs)
     except NotImplementedError:  # not available on CPUs
         return ""
     except Exception as error:

@@ -89,9 +89,9 @@ class _Describer:
             return f"{kind} {list(value.shape)} {value.dtype} {value.requires_grad}"
         if isinstance(value, dict):
             return f"{kind} {self._items(value)}"
-        if isinstance(value, list | tuple):
+        if isinstance(value, (list, tuple)):
             return f"{kind} [{', '.join(map(self.text, value))}]"
-        if isinstance(value, set | frozenset):
+        if isinstance(value, (set, frozenset)):
             return f"{kind} {sorted(map(self.text, value))}"
         if isinstance(value, np.ndarray | np.generic):
             return f"{kind} {value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
@@ -104,7 +104,7 @@ class _Describer:
         if isinstance(value, type):
             return self._class(value)
         if isinstance(value, ModuleType | logging.Logger):
-            return f"{kind} {getattr(value, '__name__', None) or value.name}"  # type: ignore[union-attr]
+            return f"{kind} {getattr(value, '__name__', None) or value.name}"
         if isinstance(value, (BuiltinFunctionType, *PACKETS)):
             return f"{kind} {value}" if "0x" not in str(value) else _identity(value)
         if hasattr(value, "__dict__") and _is_of_python(type(value)):

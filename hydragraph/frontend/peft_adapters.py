@@ -28,7 +28,9 @@ def is_peft(model: nn.Module) -> bool:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
+    peft_model: Any = model
+    base: nn.Module = peft_model.get_base_model() if is_peft(model) else model
+    return base
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,17 @@ class Adapters:
         from peft import get_peft_model
 
         (first, config), *others = copy.deepcopy(dict(self.configs)).items()
-        model: Any = get_peft_model(base, config, adapter_name=first)  # type: ignore[arg-type]
+        model: Any = get_peft_model(base, config, adapter_name=first)
         for name, other in others:
             model.add_adapter(name, other)
         model.set_adapter(self.active)
-        return model  # type: ignore[no-any-return]
+        adapted: nn.Module = model
+        return adapted
 
 
 def refuse_untried(model: nn.Module) -> None:
-    for name, config in getattr(model, "peft_config", {}).items() if is_peft(model) else ():
+    configs: Any = getattr(model, "peft_config", {}) if is_peft(model) else {}
+    for name, config in configs.items():
         where = f"peft adapter {name!r}"
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind not in _TRIED:
@@ -91,7 +95,7 @@ def adapter_keys(model: nn.Module) -> frozenset[str]:
 
 def names_in_file(model: nn.Module, adapter: str) -> dict[str, str]:
     """Map state-dict keys to names in an adapter's file."""
-    from peft import get_peft_model_state_dict  # type: ignore[import-not-found, unused-ignore]
+    from peft import get_peft_model_state_dict
 
     state = model.state_dict()
     keys = {id(tensor): key for key, tensor in state.items()}
@@ -102,4 +106,5 @@ def names_in_file(model: nn.Module, adapter: str) -> dict[str, str]:
 
 
 def adapter_names(model: nn.Module) -> Sequence[str]:
-    return list(model.peft_config)  # type: ignore[arg-type]
+    peft_model: Any = model
+    return list(peft_model.peft_config)

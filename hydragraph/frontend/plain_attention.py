@@ -43,7 +43,8 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
 
     def starts() -> Tensor:
         size = new_symbol(fake_mode_of([fake]), 0, _BOUNDS)
-        return fake.new_empty((size,), dtype=torch.int32)  # type: ignore[no-any-return]
+        bounds: Tensor = fake.new_empty((size,), dtype=torch.int32)
+        return bounds
 
     bounds = added_input(graph, "added_bounds", starts)
     longest = added_input(graph, "added_longest", lambda: fake.new_empty((), dtype=torch.int64))

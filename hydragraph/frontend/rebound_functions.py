@@ -17,14 +17,14 @@ def rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
     rebuilt: dict[int, Any] = {}
     for module in copied.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, FunctionType | MethodType | functools.partial):
+            if isinstance(value, (FunctionType, MethodType, functools.partial)):
                 vars(module)[name] = _rebound(value, memo, rebuilt)
 
 
 def _rebound(value: Any, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> Any:
     if isinstance(value, nn.Module | Tensor):
         return memo.get(id(value), value)
-    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         items = [_rebound(v, memo, rebuilt) for v in value]
         return type(value)(items) if _differ(items, value) else value
     if type(value) is dict:
@@ -41,8 +41,9 @@ def _rebound(value: Any, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> An
 
 
 def _function(function: FunctionType, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> FunctionType:
-    if id(function) in rebuilt:
-        return rebuilt[id(function)]  # type: ignore[no-any-return]
+    known: FunctionType | None = rebuilt.get(id(function))
+    if known is not None:
+        return known
     # Ends the recursion for a function that references itself.
     rebuilt[id(function)] = function
     variables = variables_of(function)

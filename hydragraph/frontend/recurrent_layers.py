@@ -54,7 +54,8 @@ def _convolution(
     rows = hidden_states.to(weight.dtype).transpose(1, 2).flatten(0, 1)
     out = torch.ops.hydragraph.causal_convolution(rows, weight, bias, bounds)
     out = out if activation is None else ACT2FN[activation](out)
-    return out.unsqueeze(0).transpose(1, 2).to(hidden_states.dtype)  # type: ignore[no-any-return]
+    result: Tensor = out.unsqueeze(0).transpose(1, 2).to(hidden_states.dtype)
+    return result
 
 
 _OURS: Mapping[str, Callable[..., Any]] = {

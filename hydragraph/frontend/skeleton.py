@@ -104,7 +104,7 @@ def _outline(output: Any) -> str:
         return "a tensor" if output.is_floating_point() else f"a tensor of {output.dtype}"
     if isinstance(output, Mapping):
         return f"{{{', '.join(f'{k!r}: {_outline(v)}' for k, v in output.items())}}}"
-    if isinstance(output, list | tuple):
+    if isinstance(output, (list, tuple)):
         return f"({', '.join(map(_outline, output))})"
     return "None" if output is None else type(output).__name__
 
@@ -169,7 +169,7 @@ def capture_skeleton(
     calls = list[BlockCall]()
     forms = _Forms()
     for name, block in _named(listed):
-        block.forward = _opaque(name, block, forms, calls)  # type: ignore[method-assign]
+        block.forward = _opaque(name, block, forms, calls)
     return _in_order(trace(), calls, listed, where)
 
 
@@ -291,8 +291,8 @@ def _opaque(
             raise Unsupported(what, where=name, remedy=remedy)
         flat = hidden.dim() == 2
         feeds = None if fused is None else fused.enter(name, hidden, others)
-        wide: Any
         if fused is not None:
+            assert fused.given is not None
             wide = fused.given
         else:  # `forms.wide` avoids a reshape between blocks
             wide = forms.wide.get(id(hidden), hidden.unsqueeze(0)) if flat else hidden
@@ -333,6 +333,7 @@ def _refuse_other_hidden(result: Tensor, inputs: Sequence[Tensor], where: str) -
 
 
 def node_inputs(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    hidden, others, _ = node.args
+    arguments: tuple[Any, ...] = node.args
+    hidden, others, _ = arguments
     assert isinstance(hidden, fx.Node)
-    return hidden, list(others)  # type: ignore[arg-type]
+    return hidden, list(others)

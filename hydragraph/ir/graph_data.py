@@ -92,7 +92,7 @@ def storages_of(node: Any) -> list[tuple[int, TensorForm]]:
     if "forms" in meta:
         return list(zip(meta["storages"], meta["forms"](), strict=True))
     value = value_of(node)
-    tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
+    tensors = [v for v in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(v, Tensor)]
     numbers = meta.get("storages") or list(map(storage_of, tensors))
     forms = (TensorForm(tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
     return list(zip(numbers, forms, strict=True))
@@ -188,7 +188,8 @@ def known_target(name: str) -> Callable[..., Any]:
     namespace, _, rest = name.partition("::")
     operator_name, _, overload = rest.partition(".")
     try:
-        return getattr(getattr(getattr(torch.ops, namespace), operator_name), overload)  # type: ignore[no-any-return]
+        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), operator_name), overload)
+        return found
     except AttributeError as error:
         raise ValueError(
             f"a saved graph calls {name}, which this PyTorch does not have: capture the model again"

@@ -171,7 +171,7 @@ class Program:
         aux = self._call(graph, compute, (self.aux.template, tokens), "aux")
         weights: dict[str, fx.Node] = {}
         hidden = tokens
-        users = {bucket.name: [] for bucket in self.buckets}  # type: ignore[var-annotated]
+        users = {bucket.name: [] for bucket in self.buckets}
         for block in self.blocks:
             used = [b.name for b in self.buckets if block.name in b.blocks]
             for name in used:

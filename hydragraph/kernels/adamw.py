@@ -5,6 +5,8 @@ The operations are in the order of `torch.optim.AdamW` (Loshchilov & Hutter, 201
     w <- w - lr / (1 - b1^t) m / (sqrt(s) / sqrt(1 - b2^t) + eps)
 """
 
+# Triton compiles functions without annotations.
+# pyrefly: ignore-errors[implicit-any-parameter, unannotated-return]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_device, use_kernel
 
 if TYPE_CHECKING:
-    import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    import triton.language as tl
 
 UNIT = 16  # for multiples of this size, Triton uses wide accesses
 _BLOCK = 1024
@@ -28,7 +30,7 @@ _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 @kernel()
-def _adamw(  # type: ignore[no-untyped-def]
+def _adamw(
     weights, gradients, moments, squares, copies, count,
     decay, first_rate, second_keep, second_rate, step_size, root, eps,
     MAXIMIZE: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
@@ -267,7 +269,7 @@ class AdamW(torch.optim.AdamW):
         return self._copies
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

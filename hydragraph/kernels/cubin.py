@@ -30,7 +30,7 @@ def usage(cubin: bytes) -> ThreadResources:
 
 @cache
 def _cuobjdump() -> str:
-    import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    import triton
 
     shipped = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     return str(shipped) if shipped.exists() else "cuobjdump"

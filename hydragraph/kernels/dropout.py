@@ -5,6 +5,8 @@ packings, recomputations and resumed runs draw the same mask (`hydragraph.kernel
 along one dimension; other dimensions are features.
 """
 
+# Triton compiles functions without annotations.
+# pyrefly: ignore-errors[implicit-any-parameter, unannotated-return]
 from __future__ import annotations
 
 import math
@@ -20,7 +22,7 @@ from hydragraph.kernels.philox import ROUNDS, call_word, threshold, words
 from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_device, use_kernel
 
 if TYPE_CHECKING:
-    import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    import triton.language as tl
 
 _ROWS, _COLUMNS = 4, 256  # elements per Triton program
 _TRITON = (torch.bfloat16, torch.float16, torch.float32)
@@ -60,7 +62,7 @@ def _form(x: Tensor, token_dim: int, first: Tensor | None, dim: int, whole: int,
 
 
 @kernel("tokens", "after", "part", "whole", "first", "features", "call")
-def _drop(  # type: ignore[no-untyped-def]
+def _drop(
     x, out, keys,
     tokens, after, part, whole, first, features, call, threshold, scale,
     ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803

@@ -11,6 +11,8 @@ statistics. For a token's logits z, with label smoothing s over N classes:
 Shapes: T tokens, E the hidden size, V head rows on this rank, C tokens per chunk.
 """
 
+# Triton compiles functions without annotations.
+# pyrefly: ignore-errors[implicit-any-parameter, unannotated-return]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ from hydragraph.kernels.new_tensors import wide_dtype
 from hydragraph.kernels.triton_jit import KernelVariant, kernel, use_kernel
 
 if TYPE_CHECKING:
-    import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    import triton.language as tl
 
 Exchange = Callable[[Tensor], Tensor]
 """Function that combines this rank's statistics [3, C] with those of all ranks.
@@ -41,7 +43,7 @@ _OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 
 
 @kernel("first")
-def _reduce(  # type: ignore[no-untyped-def]
+def _reduce(
     logits, labels, statistics,
     first, size, row_stride, of_label, of_each,
     BLOCK: tl.constexpr,  # noqa: N803
@@ -72,7 +74,7 @@ def _reduce(  # type: ignore[no-untyped-def]
 
 
 @kernel("first", "ignored")
-def _differentiate(  # type: ignore[no-untyped-def]
+def _differentiate(
     logits, labels, lse,
     first, size, ignored, row_stride, of_label, of_each,
     BLOCK: tl.constexpr,  # noqa: N803
@@ -171,7 +173,8 @@ def scale_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     if gradient.dtype == factor.dtype:
         return gradient * factor
-    return torch.ops.hydragraph.scaled(gradient, factor)  # type: ignore[no-any-return]
+    scaled: Tensor = torch.ops.hydragraph.scaled(gradient, factor)
+    return scaled
 
 
 @torch.library.custom_op("hydragraph::scaled", mutates_args=())

@@ -14,10 +14,11 @@ from hydragraph.kernels.numba_compiler import compiled
 if TYPE_CHECKING:
     from torch import Tensor
 
+Ints = NDArray[np.int64]
 _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
 
 
-def copy_ranges(source: Tensor, target: Tensor, offsets: tuple[NDArray[np.int64], ...]) -> None:
+def copy_ranges(source: Tensor, target: Tensor, offsets: tuple[Ints, ...]) -> None:
     """Copy ranges between two CPU buffers that have the same element size and do not overlap.
 
     Args:
@@ -28,6 +29,6 @@ def copy_ranges(source: Tensor, target: Tensor, offsets: tuple[NDArray[np.int64]
 
 
 @partial(compiled, quick=True)
-def _copy(source, target, size, origins, places, lengths):  # type: ignore[no-untyped-def]
+def _copy(source: int, target: int, size: int, origins: Ints, places: Ints, lengths: Ints) -> None:
     for i in range(len(origins)):
         _memcpy(target + places[i] * size, source + origins[i] * size, lengths[i] * size)

@@ -89,14 +89,14 @@ def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
         _others.remove(ended)
 
 
-class _Files(IndexDataCacheFile):  # type: ignore[misc]
+class _Files(IndexDataCacheFile):
     def _data_name(self, number: int) -> str:
         # numba uses one name in processes that simultaneously compile for different types.
         return f"{super()._data_name(number).removesuffix('.nbc')}.{uuid.uuid4().hex}.nbc"
 
-    def _dump(self, value: Any) -> bytes:
+    def _dump(self, obj: Any) -> bytes:
         # pickle ignores the appended hash, so numba can still read the file.
-        data: bytes = super()._dump(value)
+        data: bytes = super()._dump(obj)
         return data + hashlib.sha256(data).digest()
 
     def _load_data(self, name: str) -> Any:
@@ -106,7 +106,7 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
         return super()._load_data(name)
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]
+class _Cache(FunctionCache):
     def __init__(self, function: Callable[..., Any], quick: bool) -> None:
         super().__init__(function)
         self._quick = quick
@@ -115,24 +115,25 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         # Each version has its own files, because installations can share a folder.
         name = f"{self._impl.filename_base}-{numba_version}-{self.stamp[:16]}"
         self.installed = _Files(str(_INSTALLED), name, self.stamp)
-        self.own = self._cache_file = _Files(self._cache_path, name, self.stamp)
+        self.own = _Files(self._cache_path, name, self.stamp)
+        self._cache_file: IndexDataCacheFile = self.own
 
-    def load_overload(self, *arguments: Any) -> Any:
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
         with suppress(Exception):
             self._cache_file = self.installed
-            overload = super().load_overload(*arguments)
+            overload = super().load_overload(sig, target_context)
             if overload is not None:
                 return overload
         self._cache_file = self.own
         try:
-            overload = super().load_overload(*arguments)
+            overload = super().load_overload(sig, target_context)
             if overload is None and not self._quick:
                 _announce(self.cache_path)
                 over = False
                 while overload is None and not over:
                     over = all(ended() for ended in _others)
                     time.sleep(0.0 if over else _POLL_S)
-                    overload = super().load_overload(*arguments)
+                    overload = super().load_overload(sig, target_context)
             return overload
         except StillCompiling:
             raise
@@ -142,9 +143,9 @@ class _Cache(FunctionCache):  # type: ignore[misc]
                 self.flush()
             return None
 
-    def save_overload(self, *arguments: Any) -> None:
+    def save_overload(self, sig: Any, data: Any) -> None:
         try:
-            super().save_overload(*arguments)
+            super().save_overload(sig, data)
             _evict(Path(self._cache_path))
         except Exception as error:
             _say(f"numba's cache in {self.cache_path} cannot be written ({error}), so every process compiles again")

@@ -4,6 +4,8 @@ Ranges are divided into tiles, one per program; aligned tiles use 16-byte access
 summed in the order of the table, so results are bitwise reproducible.
 """
 
+# Triton compiles functions without annotations.
+# pyrefly: ignore-errors[implicit-any-parameter, unannotated-return]
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.kernels.triton_jit import Inlined, KernelVariant, kernel, require_one_device, use_kernel
 
 if TYPE_CHECKING:
-    import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    import triton.language as tl
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 UNIT = 8  # elements of a 16-byte access
@@ -62,7 +64,7 @@ class CopyBatch:
 
 
 @Inlined
-def _write(  # type: ignore[no-untyped-def]
+def _write(
     source, target, origins, to, first, count, within, inside,
     UNIT: tl.constexpr, ACCUMULATE: tl.constexpr, SUMS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
@@ -79,7 +81,7 @@ def _write(  # type: ignore[no-untyped-def]
 
 
 @kernel("aligned")
-def _slice_copy(  # type: ignore[no-untyped-def]
+def _slice_copy(
     source, target, tiles, origins, aligned,
     ACCUMULATE: tl.constexpr, SUMS: tl.constexpr,  # noqa: N803
     UNIT: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,  # noqa: N803

@@ -9,6 +9,8 @@ The grid depends only on T and N, so no length is copied from the GPU. Each prog
 sequence n begin at starts[n] // tile + n, and programs of unused slots exit immediately.
 """
 
+# Triton compiles functions without annotations.
+# pyrefly: ignore-errors[implicit-any-parameter, unannotated-return, unbound-name]
 from __future__ import annotations
 
 import math
@@ -24,7 +26,7 @@ from hydragraph.kernels.attention_tilings import INTERPRETED, LARGEST, Tiling, T
 from hydragraph.kernels.triton_jit import Inlined, Kernel, KernelVariant, kernel, why_not
 
 if TYPE_CHECKING:
-    import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    import triton.language as tl
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PREPARE_OPTIONS: dict[str, object] = {"num_warps": 4, "enable_fp_fusion": True}
@@ -49,7 +51,7 @@ def _options(settings: AttentionSettings) -> _Options:
 
 
 @Inlined
-def _locate(starts, sequences, slot, TILE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def _locate(starts, sequences, slot, TILE: tl.constexpr):  # noqa: N803
     """Return a slot's sequence, and the sequence's start and end."""
     seen = 0
     for n in range(0, sequences, 128):
@@ -61,7 +63,7 @@ def _locate(starts, sequences, slot, TILE: tl.constexpr):  # type: ignore[no-unt
 
 
 @Inlined
-def _columns(row, length, causal, window, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def _columns(row, length, causal, window, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr):  # noqa: N803
     """Return the first key column of a tile of rows, the first column that needs a mask, and the end of the columns."""
     until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
     whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
@@ -74,7 +76,7 @@ def _columns(row, length, causal, window, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 
 @Inlined
-def _load(at, tokens, dims, EDGE: tl.constexpr, FULL: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def _load(at, tokens, dims, EDGE: tl.constexpr, FULL: tl.constexpr):  # noqa: N803
     if EDGE:
         tile = tl.load(at, mask=tokens & dims, other=0.0)
     elif FULL:
@@ -85,7 +87,7 @@ def _load(at, tokens, dims, EDGE: tl.constexpr, FULL: tl.constexpr):  # type: ig
 
 
 @Inlined
-def _seen(rows, columns, causal, window, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def _seen(rows, columns, causal, window, WINDOW: tl.constexpr):  # noqa: N803
     seen = (columns <= rows) | (causal == 0)
     if WINDOW:
         seen = seen & (rows - columns < window) & (rows - columns > -window)
@@ -93,13 +95,13 @@ def _seen(rows, columns, causal, window, WINDOW: tl.constexpr):  # type: ignore[
 
 
 @Inlined
-def _bent(scores, cap_log2):  # type: ignore[no-untyped-def]
+def _bent(scores, cap_log2):
     """Return tanh(scores / cap), exact at both infinities."""
     return 1 - 2 / (1 + tl.exp2(scores * (2.8853900817779268 / cap_log2)))
 
 
 @kernel("sequences", "group", "causal", "window")
-def _attend(  # type: ignore[no-untyped-def]
+def _attend(
     q, k, v, out, lse, starts,
     sequences, group, causal, window, scale_log2, cap_log2,
     q_token, q_head, k_token, k_head, v_token, v_head,
@@ -161,7 +163,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @kernel("tokens")
-def _prepare(  # type: ignore[no-untyped-def]
+def _prepare(
     out, grad, lse, delta, lse_log2,
     tokens, grad_token, grad_head,
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
@@ -181,7 +183,7 @@ def _prepare(  # type: ignore[no-untyped-def]
 
 
 @kernel("sequences", "tokens", "group", "causal", "window")
-def _differentiate_queries(  # type: ignore[no-untyped-def]
+def _differentiate_queries(
     q, k, v, grad, delta, lse_log2, dq, starts,
     sequences, tokens, group, causal, window, scale, scale_log2, cap_log2,
     q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head,
@@ -233,7 +235,7 @@ def _differentiate_queries(  # type: ignore[no-untyped-def]
 
 
 @kernel("sequences", "tokens", "group", "causal", "window")
-def _differentiate_keys(  # type: ignore[no-untyped-def]
+def _differentiate_keys(
     q, k, v, grad, delta, lse_log2, dk, dv, starts,
     sequences, tokens, group, causal, window, scale, scale_log2, cap_log2,
     q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head,

@@ -31,7 +31,7 @@ class Kernel:
     @cached_property
     def compiled(self) -> Any:
         """Triton's JITFunction, or the interpreter's function under TRITON_INTERPRET."""
-        import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+        import triton
 
         module = self.function.__globals__
         module["tl"] = triton.language
@@ -39,7 +39,8 @@ class Kernel:
         return triton.jit(self.function, do_not_specialize=self.unspecialized)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return self.compiled[grid]  # type: ignore[no-any-return]
+        launch: Callable[..., Any] = self.compiled[grid]
+        return launch
 
 
 @dataclass(frozen=True)

@@ -67,10 +67,10 @@ def varlen_attention(
         max_length = torch.zeros((), dtype=torch.int64)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with attention_backend(backend) if backend else nullcontext():
-        out, _ = torch.ops.hydragraph.varlen_attention(
+        outputs: tuple[Tensor, Tensor] = torch.ops.hydragraph.varlen_attention(
             q, k, v, cu_seqlens, max_length, causal, scale, window, chunk, cap, sink
         )
-    return out  # type: ignore[no-any-return]
+    return outputs[0]
 
 
 def reference(

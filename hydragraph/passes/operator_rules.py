@@ -300,7 +300,8 @@ def _getitem(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
-    x, dim, start, stop, step = (operands(node) + (0, 0, 2**63 - 1, 1)[len(operands(node)) - 1 :])[:5]
+    given: tuple[Any, ...] = operands(node) + (0, 0, 2**63 - 1, 1)[len(operands(node)) - 1 :]
+    x, dim, start, stop, step = given[:5]
     cut = cuts.of(x)
     if cut is None or dim % len(shape(x)) != cut.dim:
         return cut
@@ -335,9 +336,10 @@ def _by_heads(cuts: Cuts, values: Sequence[fx.Node]) -> list[Cut] | None:
         return None
     # Ranks may share key heads, so shard rules must know that units are heads.
     for cut in head_cuts:
+        assert isinstance(cut.scale, int)
         for origin in cut.origins:
             cuts.origins[origin].heads = True
-            cuts.origins[origin].head = cut.scale  # type: ignore[assignment]
+            cuts.origins[origin].head = cut.scale
     return head_cuts
 
 

@@ -44,7 +44,7 @@ def token_symbol(graph: fx.Graph) -> str | None:
 def token_dim(node: fx.Node, symbol: str | None) -> int | None:
     """Return a value's token dimension, or None unless exactly one dimension has the token count."""
     value: Any = value_of(node)
-    value = value[0] if isinstance(value, tuple | list) and value else value
+    value = value[0] if isinstance(value, (tuple, list)) and value else value
     if not isinstance(value, torch.Tensor) or symbol is None:
         return None
     dims = [d for d, size in enumerate(value.shape) if symbol_name(size) == symbol]
@@ -85,8 +85,9 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
         return False
     if target is dropout:
         return bool(parts[first] == operands(node)[6])
-    if product(node) is not None:
-        return product(node)[0] is first and parts[first] < len(shape(first)) - 1  # type: ignore[index]
+    multiplied = product(node)
+    if multiplied is not None:
+        return multiplied[0] is first and parts[first] < len(shape(first)) - 1
     if target in NORMS:
         return parts[first] < len(shape(first)) - len(operands(node)[1])
     if target in SOFTMAX:

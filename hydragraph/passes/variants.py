@@ -166,7 +166,7 @@ class Variants:
     def adopt(self, others: Variants) -> None:
         """Add another process's variants of the same program."""
         for key, variant in others._known.items():
-            self._known.get(key, lambda v=variant: v)  # type: ignore[misc]
+            self._known.get(key, lambda v=variant: v)
         self._kinds.update(others._kinds)
         self.strategies.update(others.strategies)
 
@@ -192,7 +192,7 @@ class Variants:
     def spec(self, block: Block, part: StagePart) -> VariantSpec:
         template = self.program.templates[block.template]
         parameters = local_parameters(self.program, block, template)
-        target = {"backend": self._backend, "device": self._device, "where": block.name}
+        target: dict[str, Any] = {"backend": self._backend, "device": self._device, "where": block.name}
         options = self._options | target
         return VariantSpec(template, parameters, part, self.program.dtype, self._learning(block), **options)
 

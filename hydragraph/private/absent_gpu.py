@@ -52,7 +52,7 @@ def launches(code: Any) -> list[Launch]:
     """Return a compiled graph's launches, in the order of the generated code."""
     tree = ast.parse(code.source_code)
     calls = [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    sources = {node.args[0].value: node.args[1].value for name, node in calls if name == "async_compile.triton"}  # type: ignore[attr-defined]
+    sources = {node.args[0].value: node.args[1].value for name, node in calls if name == "async_compile.triton"}
     launch_lines = [(node.lineno, name) for name, node in calls if name.endswith(".run") or name.startswith(_LIBRARIES)]
     names = [name.removesuffix(".run") for _, name in sorted(launch_lines)]
     return [Launch(name, sources.get(name, "")) for name in names]
@@ -70,7 +70,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
     """
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise Unsupported("Triton interprets kernels", where="TRITON_INTERPRET=1", remedy="unset TRITON_INTERPRET")
-    import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    import triton
     from torch._dynamo import device_interface
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
@@ -141,7 +141,7 @@ def share_cache(arch: str) -> None:
     """Let GPUs of one architecture share Inductor's cache."""
     from torch._inductor.codecache import CacheBase
 
-    CacheBase.get_system = staticmethod(_system(arch))  # type: ignore[assignment, method-assign, unused-ignore]
+    CacheBase.get_system = staticmethod(_system(arch))
 
 
 def _system(arch: str) -> Callable[[], Any]:
@@ -197,7 +197,7 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 def _driver(arch: GpuArch) -> SimpleNamespace:
-    from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    from triton.backends.compiler import GPUTarget
 
     major, minor = arch.capability
     target = GPUTarget("cuda", 10 * major + minor, 32)

@@ -96,7 +96,7 @@ def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
     """Return n if a size is n times a symbol, else None."""
     if symbol_name(size) is None:
         return None
-    expression = size.node.expr  # type: ignore[union-attr]
+    expression = size.node.expr
     if [str(free) for free in expression.free_symbols] != [symbol]:
         return None
     times = sympy.simplify(expression / next(iter(expression.free_symbols)))

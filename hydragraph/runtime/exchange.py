@@ -151,11 +151,11 @@ def _columns(pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
     return both[:, 0], both[:, 1]
 
 
-def _pieces(at: np.ndarray, length: np.ndarray) -> tuple[Piece, ...]:  # type: ignore[type-arg]
+def _pieces(at: np.ndarray, length: np.ndarray) -> tuple[Piece, ...]:
     return tuple(zip(at.tolist(), length.tolist(), strict=True))
 
 
-def _per_peer(peer: np.ndarray, length: np.ndarray, ranks: int) -> tuple[int, ...]:  # type: ignore[type-arg]
+def _per_peer(peer: np.ndarray, length: np.ndarray, ranks: int) -> tuple[int, ...]:
     return tuple(np.bincount(peer, weights=length, minlength=ranks).astype(np.int64).tolist())
 
 

@@ -111,7 +111,7 @@ class WeightsAndBiases:
 
     def __init__(self) -> None:
         try:
-            import wandb  # type: ignore[import-not-found, unused-ignore]
+            import wandb
         except ImportError as error:
             raise ImportError("wandb is not installed: pip install wandb") from error
         self._wandb: Any = wandb

@@ -56,7 +56,7 @@ def check_number(name: str, value: object, least: float = 0) -> None:
 def check_fraction(name: str, value: object, one: bool = False) -> None:
     """Check that a value is at least 0 and below 1; with `one`, 1 is also valid."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not (0 <= value < 1 or (one and value == 1)):  # type: ignore[operator]
+    if not number or not (0 <= value < 1 or (one and value == 1)):
         raise ValueError(f"{name!r} is {value!r}: give a number of at least 0 and {'at most' if one else 'below'} 1")
 
 

@@ -55,7 +55,7 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
         task_type="CAUSAL_LM",
         r=lora.r,
         lora_dropout=lora.dropout,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type, unused-ignore]  # peft accepts floats
+        lora_alpha=lora.alpha,  # pyrefly: ignore[bad-argument-type]  # peft accepts floats
         target_modules=targets,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
@@ -64,7 +64,7 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            peft_model: nn.Module = peft.get_peft_model(model, settings)  # type: ignore[arg-type]
+            peft_model: nn.Module = peft.get_peft_model(model, settings)
     except ValueError as error:
         linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise ValueError(
@@ -187,8 +187,7 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
     else:
         settings = _changed_config(config) if config.config else None
     with _read_by_transformers(config):
-        model: nn.Module
-        model, loaded = kind.from_pretrained(
+        read, loaded = kind.from_pretrained(
             directory_of(config),
             config=settings,
             dtype=torch.float32,
@@ -196,6 +195,7 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
             output_loading_info=True,
             ignore_mismatched_sizes=bool(config.config),
         )
+    model: nn.Module = read
     # transformers silently initializes missing tensors and skips unexpected ones.
     kinds = ("missing_keys", "mismatched_keys", "unexpected_keys")
     other = sorted({str(key) for kind in kinds for key in loaded[kind]})

@@ -155,7 +155,7 @@ class MetricsLog:
             from torch.utils.tensorboard import SummaryWriter
 
             _await_later_name(tensorboard)
-            self._tensorboard = SummaryWriter(str(tensorboard), purge_step=after + 1)  # type: ignore[no-untyped-call]
+            self._tensorboard = SummaryWriter(str(tensorboard), purge_step=after + 1)
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -237,11 +237,12 @@ def _parse(line: str, place: str) -> Metrics:
         record = json.loads(line)
         if "beside" in record:
             record["comparison"] = record["beside"]
-        values = {field.name: record[field.name] for field in fields(Metrics) if field.name in record}
+        values: dict[str, Any] = {field.name: record[field.name] for field in fields(Metrics) if field.name in record}
         losses = values.get("eval_losses", {})
         values["eval_losses"] = {name: math.nan if loss is None else loss for name, loss in losses.items()}
         if losses and values.get("eval_loss") is None:
             values["eval_loss"] = math.nan
-        return Metrics(**{**values, **{name: tuple(values.get(name, ())) for name in ("micro_batches", "plan")}})
+        values |= {name: tuple(values.get(name, ())) for name in ("micro_batches", "plan")}
+        return Metrics(**values)
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{place}: not a line of metrics ({error}): delete the line, or the run folder") from None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save  # pyrefly: ignore[implicit-reexport]
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hydragraph.checkpoint.manifest import Damaged
@@ -45,7 +45,7 @@ class Runs:
 
 def test_what_pytorch_wrote_is_read_as_pytorch_reads_it(saved: Path) -> None:
     found, expected = reader(saved).read_metadata(), FileSystemReader(saved).read_metadata()
-    found.storage_meta.load_id = expected.storage_meta.load_id = None  # type: ignore[union-attr]
+    found.storage_meta.load_id = expected.storage_meta.load_id = None
     assert found == expected
     assert set(found.state_dict_metadata) == {"a", "b", "c"}
 

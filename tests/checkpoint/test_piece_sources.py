@@ -90,7 +90,7 @@ def test_every_need_is_read_once_from_the_nearest_place(
         ), "a reader reads what lies where it can read"
         assert fetch.piece.lo <= fetch.lo < fetch.hi <= fetch.piece.hi
         for rank in fetch.receivers:
-            far, tier = best[rank, fetch.lo]  # type: ignore[misc]
+            far, tier = best[rank, fetch.lo]  # pyrefly: ignore[not-iterable]
             assert (far, tier) == (_far(fetch, nodes, rank), fetch.tier)
     for tier in (
         StorageTier.STORE,

@@ -23,7 +23,7 @@ def of_the_user(backend: str) -> tuple[list[int], str, bool]:
     dist.destroy_process_group()
     if backend == "gpu-only":
         dist.Backend.register_backend(backend, dist.ProcessGroupGloo, devices=["cuda"])
-    store = dist.PrefixStore("user", client(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # type: ignore[attr-defined]
+    store = dist.PrefixStore("user", client(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     default = dist.group.WORLD
     assert isinstance(default, ProcessGroup)
@@ -48,7 +48,7 @@ def test_a_users_group_serves_as_far_as_it_can(backend: str, made: str, bound: b
 
 def of_nobody() -> str:
     dist.destroy_process_group()
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)  # type: ignore[attr-defined]
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     with pytest.raises(ValueError, match="the backend 'fake', whose operations transfer no data"):
         join("cpu")
     dist.destroy_process_group()

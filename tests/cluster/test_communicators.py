@@ -176,7 +176,7 @@ def check_collectives(ranks: tuple[int, ...], results: list[Results], sizes: lis
 
     for size in sizes:
         shape = (4, size // 4) if size % 4 == 0 else (size,)
-        inputs = values(lambda rank, shape=shape: value(rank, *shape))  # type: ignore[misc]
+        inputs = values(lambda rank, shape=shape: value(rank, *shape))
         for result in results:
             torch.testing.assert_close(result[f"sum {size}"], inputs.sum(0))
             assert torch.equal(result[f"sum {size}"], results[0][f"sum {size}"])
@@ -186,7 +186,7 @@ def check_collectives(ranks: tuple[int, ...], results: list[Results], sizes: lis
             torch.testing.assert_close(result[f"products {size}"], 2 * products)
             assert torch.equal(result[f"products {size}"], results[0][f"products {size}"])
     for size in (12, 12 * 6000):
-        total = values(lambda rank, size=size: value(rank, 2, size)).sum(0)  # type: ignore[misc]
+        total = values(lambda rank, size=size: value(rank, 2, size)).sum(0)
         scattered = torch.cat([result[f"scatter {size}"] for result in results], 1)
         torch.testing.assert_close(scattered, total)
     check_head(ranks, results)

@@ -193,7 +193,7 @@ def test_refuses_what_cannot_be_pickled_and_no_ranks() -> None:
     with pytest.raises(ValueError, match=r"`.*lambda>`, its closure or its arguments cannot be sent"):
         launch(lambda: lock.locked(), 2)
     with pytest.raises(ValueError, match="'train' is not a function"):
-        launch("train", 2)  # type: ignore[arg-type]
+        launch("train", 2)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match="ranks=0"):
         launch(finish, 0)
     with pytest.raises(ValueError, match="2 ranks and 1000000 spares: use at most 1024 processes"):
@@ -208,7 +208,7 @@ def unpicklable_result() -> object:
 
 def test_refuses_a_time_limit_in_seconds() -> None:
     with pytest.raises(ValueError, match=r"launch: timeout=60: give a datetime\.timedelta"):
-        launch(os.getpid, 1, timeout=60)  # type: ignore[arg-type]
+        launch(os.getpid, 1, timeout=60)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
@@ -328,7 +328,7 @@ def ends_oddly(how: str) -> None:
 
         watch = newest_watch()
         assert watch is not None
-        watch.close = close  # type: ignore[method-assign]
+        watch.close = close  # pyrefly: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_graphs_that_share_a_trace_are_compiled_by_one_process() -> None:
 
 
 def test_the_other_process_ends_with_the_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = []
+    begun: list[subprocess.Popen[bytes]] = []
 
     def start(_: str, **options: Any) -> subprocess.Popen[bytes]:
         begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], **options))
@@ -335,7 +335,7 @@ def test_the_rest_of_a_step_is_a_shorter_sequence(tmp_path: Path) -> None:
 
     def workload(step: int, **options: int) -> hg.Workload:
         config = TrainConfig.load(write(tmp_path, data={**data, "tokens_per_step": step, "max_length": 32}))
-        return PlanOptions(**options).workload(config)  # type: ignore[arg-type]
+        return PlanOptions(**options).workload(config)  # pyrefly: ignore[bad-argument-type]
 
     assert workload(60) == hg.Workload(lengths=[[32, 28]])
     assert workload(64) == workload(65) == workload(60, sequences=2) == hg.Workload(2, 32)

@@ -1,5 +1,6 @@
 """`hydragraph simulate`: times by hand, the order of strategies, the default split, and what it writes."""
 
+# pyrefly: ignore-errors[bad-argument-type]
 from __future__ import annotations
 
 import itertools

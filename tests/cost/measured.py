@@ -38,7 +38,7 @@ def measured(**changes: object) -> Profile:
         device=PricedDevice("toy", 1e7, 4),
         limits={(1, 1): 77},
     )
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)  # pyrefly: ignore[bad-argument-type]
 
 
 def pipeline(*stages: tuple[int, int], **flags: bool) -> hg.Pipeline:

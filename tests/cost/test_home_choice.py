@@ -93,7 +93,7 @@ def expected(priced: Costs, home: Home, strategies: list[Strategy], weights: lis
 
 def asked(priced: Costs, strategies: list[Strategy], home: Home = AUTO, **more: object) -> HomeQuestion:
     given = (priced.outline, priced.buckets, tuple(strategies), priced.cluster, home, priced.sizes.itemsize)
-    return HomeQuestion(*given, **more)  # type: ignore[arg-type]
+    return HomeQuestion(*given, **more)  # pyrefly: ignore[bad-argument-type]
 
 
 @settings(max_examples=max(6, settings.default.max_examples // 80), deadline=None, derandomize=True)

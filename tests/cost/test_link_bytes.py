@@ -62,7 +62,7 @@ def test_state_that_lives_where_its_stage_is_does_not_travel(program: Program) -
     home = Home(buckets={name: (1 - at, at) for name, at in ends.items()})
     for placed in layouts(program, strategy, homes(program, 2, home)):
         for way in ("pull", "push"):
-            assert traffic(program, [placed], way).total == 0, placed.bucket.name  # type: ignore[arg-type]
+            assert traffic(program, [placed], way).total == 0, placed.bucket.name
 
 
 @pytest.mark.parametrize("text", STRATEGIES)

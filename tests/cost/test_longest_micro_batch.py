@@ -69,7 +69,7 @@ def test_few_stages_of_a_deep_pipeline_are_walked() -> None:
 
     def counted(walk: MemoryWalk, *args: object, **options: object) -> None:
         walked.append(args[3])
-        begin(walk, *args, **options)  # type: ignore[arg-type]
+        begin(walk, *args, **options)  # pyrefly: ignore[bad-argument-type]
 
     with patch.object(MemoryWalk, "__init__", counted):
         assert costs.max_len(Strategy.parse("<tp1,pp7>", LAYERS).pipelines[0]) > 0

@@ -1,5 +1,6 @@
 """Timelines against schedules computed by hand, and bounds on random strategies."""
 
+# pyrefly: ignore-errors[bad-argument-type]
 from __future__ import annotations
 
 from dataclasses import replace
@@ -39,7 +40,7 @@ def timeline(
     strategy: Strategy, counts: list[int], work: ExplicitWork, link: Interconnect = INSTANT, mode: str = "train"
 ) -> Timeline:
     ranks = max(strategy.devices) + 1
-    actors = stage_actors(model(strategy.layers), strategy, counts, ranks, mode)  # type: ignore[arg-type]
+    actors = stage_actors(model(strategy.layers), strategy, counts, ranks, mode)
     return run(actors, cluster(ranks, link), work)
 
 
@@ -180,7 +181,7 @@ def test_messages_in_and_out_run_at_once_and_one_after_another() -> None:
 
 @settings(max_examples=max(20, settings.default.max_examples // 20))
 @given(iterations(), st.floats(0, 9), st.floats(0, 9))
-def test_any_iteration_ends_and_takes_no_less_than_its_busiest_stream(iteration, fast, slow) -> None:  # type: ignore[no-untyped-def]
+def test_any_iteration_ends_and_takes_no_less_than_its_busiest_stream(iteration, fast, slow) -> None:  # pyrefly: ignore[implicit-any-parameter]
     outline, strategy, counts, mode, ranks = iteration
     programs = rank_programs(outline, strategy, counts, mode, ranks=ranks)
     seconds = {

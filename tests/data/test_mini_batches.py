@@ -352,7 +352,7 @@ def test_the_answers_of_a_pair_stay_together(lengths: list[tuple[int, int]], ove
                     assert int((one["labels"] != -100).sum()) == min(length, most - 3)
                 seen.append(pair)
         assert sorted(seen[: len(kept)]) == kept
-        once = [int(one["input_ids"][0]) for batch in batches.single_pass() for one in batch]  # type: ignore[index]
+        once = [int(one["input_ids"][0]) for batch in batches.single_pass() for one in batch]
         assert once[::2] == once[1::2]
         assert sorted(once[::2]) == kept
 

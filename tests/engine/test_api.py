@@ -95,25 +95,25 @@ def of_another_epsilon() -> nn.Module:
     model = llama(layers=2)
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
-            module.variance_epsilon = 1e-3  # type: ignore[assignment]
+            module.variance_epsilon = 1e-3  # pyrefly: ignore[bad-argument-type]
     return model
 
 
 def of_another_activation() -> nn.Module:
     model = llama(layers=2)
-    model.model.layers[1].mlp.act_fn = nn.GELU()  # type: ignore[union-attr]
+    model.model.layers[1].mlp.act_fn = nn.GELU()
     return model
 
 
 def of_another_config() -> nn.Module:
     model = llama(layers=2)
-    model.config.rope_parameters["rope_theta"] = 5e4  # type: ignore[index]
+    model.config.rope_parameters["rope_theta"] = 5e4
     return model
 
 
 def of_another_scale() -> nn.Module:
     model = llama(layers=2)
-    model.model.layers[1].self_attn.scaling = 0.3  # type: ignore[union-attr]  # which does not print
+    model.model.layers[1].self_attn.scaling = 0.3  # which does not print
     return model
 
 
@@ -123,7 +123,7 @@ def of_another_scale() -> nn.Module:
 def test_the_program_of_another_model_is_refused(other: object) -> None:
     program, _ = captured("llama")
     with pytest.raises(ValueError, match="a model other than this LlamaForCausalLM; pass this model to `capture`"):
-        hg.compile(other(), STRATEGY, program=program)  # type: ignore[operator]
+        hg.compile(other(), STRATEGY, program=program)
 
 
 def test_what_capture_was_told_is_not_told_again() -> None:
@@ -139,10 +139,10 @@ def test_what_capture_was_told_is_not_told_again() -> None:
 class OnGpu(Tensor):
     """A tensor that NumPy cannot read before a copy to the CPU."""
 
-    def cpu(self) -> Tensor:  # type: ignore[override]
+    def cpu(self) -> Tensor:  # pyrefly: ignore[bad-override]
         return self.as_subclass(Tensor)
 
-    def numpy(self) -> object:  # type: ignore[override]
+    def numpy(self) -> object:  # pyrefly: ignore[bad-override]
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
 

@@ -52,17 +52,17 @@ def trained(prepared: Ready, refused: bool) -> list[str]:
         return exe.world.gather(value)[0]
 
     step()
-    Variants._made = refuse  # type: ignore[method-assign, assignment]
+    Variants._made = refuse  # pyrefly: ignore[bad-assignment, method-assign]
     take = StrategyPreparation.take
     if refused:
-        StrategyPreparation.take = lambda *of: take(*of) or "it computes something else"  # type: ignore[method-assign]
+        StrategyPreparation.take = lambda *of: take(*of) or "it computes something else"  # pyrefly: ignore[bad-argument-type, bad-assignment, method-assign]
         ask()
         while together(exe.rank == 0 and exe.changing):
             step()
         assert len(names) > 3, "steps continue while it is compiled"
         assert exe.rank or exe.change_refused == "it computes something else"
         assert names.count(str(OTHER)) == 0
-        StrategyPreparation.take = take  # type: ignore[method-assign]
+        StrategyPreparation.take = take  # pyrefly: ignore[method-assign]
     ask()
     while step() != str(OTHER):
         pass

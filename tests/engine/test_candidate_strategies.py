@@ -54,7 +54,7 @@ def trained(prepared: Ready, how: str) -> list[tuple[float, str]]:
     given = {"alone": "<tp1,pp1>", "auto": "auto"}.get(how, candidates)
     planning = {"profile": PROFILE, "lengths": [[len(s) for s in b] for b in mini_batches()]} if how == "auto" else {}
     executable = prepared.executable(
-        given,  # type: ignore[arg-type]
+        given,
         lambda named: torch.optim.SGD(named, lr=0.1),
         policy=hg.Policy(workers=int(how == "ahead"), gain=0.0),
         **planning,
@@ -175,7 +175,7 @@ def test_auto_by_a_profile_needs_data() -> None:
     with pytest.raises(hg.Unsupported, match=r"with a profile needs a sample.*lengths"):
         hg.compile(models.llama(layers=LAYERS, vocab=97), "auto", profile=PROFILE)
     with pytest.raises(hg.Unsupported, match=r"pass a Strategy, a text.*, a list of them"):
-        hg.compile(models.llama(layers=LAYERS, vocab=97), [("<tp1,pp1>",)])  # type: ignore[list-item]
+        hg.compile(models.llama(layers=LAYERS, vocab=97), [("<tp1,pp1>",)])  # pyrefly: ignore[bad-argument-type]
 
 
 def test_costs_are_those_of_the_runs_pushes(prepared: Ready) -> None:

@@ -43,11 +43,11 @@ TWO = [TWICE, hg.Home([1, 0.5, 2, 5], copies=2), hg.Home([1, 3, 0, 1], copies=2)
 
 
 def momentum(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(named, lr=1e-2, momentum=0.9, nesterov=True)  # type: ignore[arg-type]
+    return torch.optim.SGD(named, lr=1e-2, momentum=0.9, nesterov=True)
 
 
 def ours(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return hg.AdamW(named, lr=1e-2)  # type: ignore[arg-type]
+    return hg.AdamW(named, lr=1e-2)
 
 
 Seen = tuple[list[float], dict[str, Tensor]]
@@ -67,7 +67,7 @@ def along(prepared: Ready, way: Sequence[hg.Home], optimizer: Factory, beside: b
         if beside:
             exe.rehome(home)
             exe.evaluate(batch(99))
-        for group in exe.optimizer.param_groups:  # type: ignore[union-attr]
+        for group in exe.optimizer.param_groups:
             group["lr"] = 1e-2 / (1 + number)  # after state has set out
         losses += train(exe, [number])
         if not beside:

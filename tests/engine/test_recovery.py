@@ -112,7 +112,7 @@ class Plan:
 
 
 def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named, lr=1e-2)  # type: ignore[arg-type]
+    return torch.optim.AdamW(named, lr=1e-2)
 
 
 def batch(step: int) -> list[Tensor]:
@@ -163,7 +163,7 @@ def befall(exe: hg.Executable, plan: Plan) -> None:
     if number in plan.killed_at and plan.killed_at[number][0] == done:
         strike(exe, plan.killed_at[number][1], lambda: os.kill(os.getpid(), signal.SIGKILL))
     if number in plan.killed_moving:
-        exe.move = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
+        exe.move = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # pyrefly: ignore[bad-assignment, method-assign]
 
 
 def strike(exe: hg.Executable, wanted: Op, act: Callable[[], None]) -> None:
@@ -293,7 +293,7 @@ def test_too_few_ranks_end_with_a_sentence(prepared: Ready) -> None:
 
 def test_without_elastic_the_failure_is_raised() -> None:
     with pytest.raises(hg.RankFailure, match="rank 1 failed"):
-        hg.survive(None, hg.RankFailure(1, "step", "it was killed"))  # type: ignore[arg-type]
+        hg.survive(None, hg.RankFailure(1, "step", "it was killed"))  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_second_executable_is_refused_once_another_has_recovered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def parsed(text: str) -> hg.Strategy:
 def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     norms = [pair for pair in named if "norm" in pair[0]]
     others = [pair for pair in named if "norm" not in pair[0]]
-    return torch.optim.AdamW([{"params": others}, {"params": norms, "weight_decay": 0.0}], lr=1e-2)  # type: ignore[arg-type]
+    return torch.optim.AdamW([{"params": others}, {"params": norms, "weight_decay": 0.0}], lr=1e-2)
 
 
 def compiled(prepared: Ready, home: hg.Home = TWICE, clip: float | None = CLIP, joining: bool = False) -> hg.Executable:
@@ -278,7 +278,7 @@ def through_worlds(prepared: Ready, folder: Path) -> tuple[list[float], list[Mov
             continue
         moves.append(exe.move(world, home, olds, strategy=parsed(text)))
         losses += train(exe, [moves[-1].step])
-        for group in exe.optimizer.param_groups:  # type: ignore[union-attr]
+        for group in exe.optimizer.param_groups:
             group["lr"] = 1e-2 / (1 + number)
         if then is not None:
             moves.append(exe.move(world, then, range(len(members))))
@@ -302,7 +302,7 @@ def through_worlds(prepared: Ready, folder: Path) -> tuple[list[float], list[Mov
             moves.append(exe.move(world, hg.Home(), [1, 0], pieces, strategy=parsed("<[0,1]x2>")))
             losses += train(exe, [7])
             with pytest.raises(TypeError, match=r"5 is not a checkpoint: give a directory, hg\.Pieces, or the pair"):
-                exe.load(5)  # type: ignore[arg-type]
+                exe.load(5)  # pyrefly: ignore[bad-argument-type]
             assert exe.load((pieces, folder / "saved")) == {"seen": 0}
             losses += train(exe, [7])
             exe.keep(pieces)  # of step 8, but once more

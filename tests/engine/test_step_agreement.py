@@ -89,7 +89,7 @@ def refusals(ready: Ready) -> list[float]:
     # One rank promises another batch, or none: ranks agree as without promises, and report the difference.
     for promised in (batch(9), None):
         if not first or promised is not None:
-            exe.promise(promised if first else (coming := batch(1)))  # type: ignore[arg-type]
+            exe.promise(promised if first else (coming := batch(1)))  # pyrefly: ignore[bad-argument-type]
         step(batch(0))
         if promised is None:
             step(batch(1))
@@ -120,7 +120,7 @@ def refusals(ready: Ready) -> list[float]:
     exe.evaluate(batch(0))
     # A change after the ranks agreed on the promised step is refused before the step updates weights.
     norm: Any = ready.model.norm
-    group = exe.optimizer.param_groups[0]  # type: ignore[union-attr]
+    group = exe.optimizer.param_groups[0]
     changes: list[tuple[Callable[[float], object], float]] = [
         (lambda to: group.update(lr=to), 1e-2),
         (lambda to: setattr(norm, "eps", to), norm.eps),

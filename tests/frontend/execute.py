@@ -22,7 +22,7 @@ def run(program: Program, model: nn.Module, block: Block, values: dict[str, Tens
 class _Executed(fx.Interpreter):
     """Runs a template unchanged: one device holds everything, so nodes that communicate pass their input on."""
 
-    def call_function(self, target, args, kwargs):  # type: ignore[no-untyped-def]
+    def call_function(self, target, args, kwargs):  # pyrefly: ignore[implicit-any-parameter, unannotated-return]
         return args[0] if target is communicate else super().call_function(target, args, kwargs)
 
 

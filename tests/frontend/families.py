@@ -174,8 +174,8 @@ def _switches(default: Any, plain: bool) -> Iterator[tuple[str, Any]]:
         if "drop" in name and isinstance(value, float) and value:
             yield name, 0.0
     kinds = _read(default, "layer_types") if _has(default, "layer_types") else None
-    mixed = plain and bool(kinds) and set(kinds) <= GLOBAL_ATTENTION  # type: ignore[arg-type]
-    if mixed and set(kinds) != {"full_attention"}:  # type: ignore[arg-type]
+    mixed = plain and bool(kinds) and set(kinds) <= GLOBAL_ATTENTION
+    if mixed and set(kinds) != {"full_attention"}:
         yield "layer_types", ["full_attention"] * 2
     elif kinds:
         different = list(dict.fromkeys(kinds))

@@ -78,7 +78,7 @@ def ungraded(block: Any, x: Tensor) -> Tensor:
 def test_layers_that_differ_are_never_taken_for_equal(scale: Callable[[Any, Tensor], Any]) -> None:
     model = Own(layers=2)
     model.stack = nn.ModuleList([Scaled(i, scale) for i in range(2)])
-    agrees(randomised(model))  # type: ignore[arg-type]
+    agrees(randomised(model))  # pyrefly: ignore[bad-argument-type]
 
 
 def test_layers_that_differ_in_what_they_do_not_read_are_equal() -> None:
@@ -97,10 +97,10 @@ class Squared(nn.Module):
 @thorough
 def test_a_parametrization_of_one_layer_makes_it_another() -> None:
     model = randomised(Own(layers=2))
-    parametrize.register_parametrization(model.stack[1].down, "weight", Squared())  # type: ignore[index,union-attr]
+    parametrize.register_parametrization(model.stack[1].down, "weight", Squared())
     program = capture(model, blocks="stack")
     assert program.blocks[1].template != program.blocks[2].template
-    agrees(model)  # type: ignore[arg-type]
+    agrees(model)  # pyrefly: ignore[bad-argument-type]
 
 
 CALLS = [0]
@@ -189,7 +189,7 @@ def test_a_program_of_a_model_that_differs_out_of_sight_is_refused() -> None:
     other = llama(layers=2)
     strategy = hg.Strategy.parse("<tp1,pp1>", layers=2)
     assert origin(other) == program.origin
-    other.model.layers[0]._scale = 2.0  # type: ignore[index,union-attr]
+    other.model.layers[0]._scale = 2.0
     with pytest.raises(ValueError, match="captured from a model other than this"):
         hg.compile(other, strategy, program=program)
 

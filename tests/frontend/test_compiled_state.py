@@ -184,9 +184,9 @@ def test_globals_classes_and_global_hooks_are_compared(monkeypatch: pytest.Monke
 def test_what_nothing_reads_and_what_training_has_is_no_change() -> None:
     subject, buffer = model(), torch.ones(4)
     state = CompiledState(subject, None, {"0.shift": buffer})
-    subject[0].steps_seen += 1  # type: ignore[operator, assignment]
-    subject[0].options.unread = 5  # type: ignore[union-attr]
-    subject.remark = "mine"  # type: ignore[assignment]
+    subject[0].steps_seen += 1  # pyrefly: ignore[bad-argument-type]
+    subject[0].options.unread = 5  # pyrefly: ignore[bad-argument-type]
+    subject.remark = "mine"  # pyrefly: ignore[bad-argument-type]
     subject.eval()
     subject(torch.ones(3, 4)).sum().backward()
     trained = {name: value + 1 for name, value in subject.state_dict().items()}
@@ -197,7 +197,7 @@ def test_what_nothing_reads_and_what_training_has_is_no_change() -> None:
     subject.load_state_dict({n: v.clone() for n, v in trained.items()}, assign=True)
     state.check()
     assert state.changed_weights() == ""
-    edited(subject[0].linear.weight)  # type: ignore[union-attr, arg-type]
+    edited(subject[0].linear.weight)
     assert "0.linear.weight" in state.changed_weights()
 
 
@@ -273,7 +273,7 @@ def test_what_only_the_code_of_a_base_class_reads_is_compared() -> None:
     scaled.eps = 0.5
     with pytest.raises(Unsupported, match=r"'eps' was changed after hg.compile from 1e-05 to 0.5"):
         state.check()
-    model = Subclass(llama().config)  # type: ignore[arg-type]
+    model = Subclass(llama().config)  # pyrefly: ignore[bad-argument-type]
     state = CompiledState(model, None, {})
     state.check()
     model.vocab_size = 7
@@ -350,8 +350,8 @@ def test_weights_on_the_meta_device_may_come_later_and_a_model_is_not_kept_alive
         subject = model()
     state = CompiledState(subject, functools.partial(lambda whole, outputs, _: whole(outputs).sum(), subject), {})
     subject.to_empty(device="cpu")
-    edited(subject[0].linear.weight)  # type: ignore[union-attr, arg-type]
-    subject[0].shift.zero_()  # type: ignore[union-attr, operator]
+    edited(subject[0].linear.weight)
+    subject[0].shift.zero_()
     state.check()
     subject.requires_grad_(False)
     with pytest.raises(Unsupported, match=r"requires_grad"):
@@ -410,9 +410,9 @@ def read_from_an_attribute(settings: Any) -> Any:
 
 def read_from_an_own_attribute(settings: Any) -> Any:
     def loss(x: Tensor) -> Tensor:
-        return x.sum() * loss.settings.beta  # type: ignore[attr-defined]
+        return x.sum() * loss.settings.beta
 
-    loss.settings = settings  # type: ignore[attr-defined]
+    loss.settings = settings
     return loss
 
 
@@ -424,7 +424,7 @@ def read_from_an_import(settings: Any) -> Any:
     sys.modules["settings_of_a_test"] = settings
 
     def loss(x: Tensor) -> Tensor:
-        import settings_of_a_test as imported  # type: ignore[import-not-found]
+        import settings_of_a_test as imported  # pyrefly: ignore[missing-import]
 
         return x.sum() * imported.beta
 
@@ -591,10 +591,10 @@ class Noted:
     def __init__(self) -> None:
         self.act: nn.Module = nn.Sequential(nn.Dropout(0.5)).eval()
         self.state, self.scale = TrainerState(), torch.ones(())
-        self.scale.factor = 1.0  # type: ignore[attr-defined]
+        self.scale.factor = 1.0
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.act(x).sum() * self.state.global_step * self.scale.factor  # type: ignore[attr-defined]
+        return self.act(x).sum() * self.state.global_step * self.scale.factor
 
 
 @pytest.mark.parametrize(

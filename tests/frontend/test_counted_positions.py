@@ -40,7 +40,7 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        return self.layer(x, cu_seqlens) * torch.log1p(torch.arange(x.shape[0], device=x.device))[:, None]  # type: ignore[no-any-return]
+        return self.layer(x, cu_seqlens) * torch.log1p(torch.arange(x.shape[0], device=x.device))[:, None]
 
 
 class Counting(Own):
@@ -51,7 +51,7 @@ class Counting(Own):
         self.counter = counter
         self.stack[1] = Scaled(self.stack[1])
 
-    def forward(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         """Return logits [1, T, outputs]."""
         return super().forward(input_ids, self.counter(input_ids.shape[1])[None], cu_seqlens)
 

@@ -97,7 +97,7 @@ class Dictionary(Own):
 
     def __init__(self) -> None:
         super().__init__(layers=0)
-        self.stack = nn.ModuleDict({str(i): block for i, block in enumerate(small(layers=3).stack)})  # type: ignore[assignment]
+        self.stack = nn.ModuleDict({str(i): block for i, block in enumerate(small(layers=3).stack)})  # pyrefly: ignore[bad-assignment]
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Return logits [1, T, 101]."""
@@ -112,7 +112,7 @@ class RepeatingDictionary(Dictionary):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stack.update({"2": self.stack["0"]})  # type: ignore[attr-defined, call-overload]
+        self.stack.update({"2": self.stack["0"]})
 
 
 class Repeating(Own):
@@ -375,7 +375,7 @@ class Receiving(Small):
         super().__init__()
         self.carried = carried
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor, first: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, cu_seqlens: Tensor, first: Tensor | None = None) -> Tensor:
         if not self.carried:
             return super().forward(x + 0.1 * first, cu_seqlens)
         x, first = x.chunk(2, -1)

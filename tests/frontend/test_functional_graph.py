@@ -42,7 +42,7 @@ def kept_from_another_block(block: Doing, y: Tensor, x: Tensor) -> Tensor:
 
 def attending_freely(block: Doing, y: Tensor, x: Tensor) -> Tensor:
     heads = x.view(1, -1, 4, 8).transpose(1, 2)
-    return y + flex_attention(heads, heads, heads)[0].transpose(0, 1).flatten(1)  # type: ignore[index, union-attr]
+    return y + flex_attention(heads, heads, heads)[0].transpose(0, 1).flatten(1)
 
 
 def counted(block: Doing, y: Tensor, x: Tensor) -> Tensor:
@@ -227,14 +227,14 @@ def test_tensors_that_are_no_part_of_the_model_are_refused_by_the_name_of_their_
 ) -> None:
     model, beside = small(layers=2), torch.ones(32)
     block = model.stack[1]
-    block.table = held  # type: ignore[assignment]
+    block.table = held  # pyrefly: ignore[bad-argument-type]
     old = block.forward
 
     def forward(x: Tensor, cu_seqlens: Tensor) -> Tensor:
         table = block.table[0].bias if isinstance(held, list) else beside if held is None else block.table
         return old(x, cu_seqlens) * table
 
-    block.forward = forward  # type: ignore[method-assign]
+    block.forward = forward
     with pytest.raises(
         Unsupported,
         match=rf"not a parameter or buffer{re.escape(named)}, which would stay on the CPU; register this tensor",

@@ -111,10 +111,10 @@ def call(module: nn.Module | None = None, **changes: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, 5, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
     expect_causal = changes.pop("expected", True)
-    given = {"attention_mask": None, "scaling": 0.5, "cu_seq_lens_q": BOUNDS} | changes
+    given: dict[str, Any] = {"attention_mask": None, "scaling": 0.5, "cu_seq_lens_q": BOUNDS} | changes
     out, weights = attention(module or nn.Identity(), q, k, v, **given)
     assert weights is None
-    expected = reference(*(x[0].transpose(0, 1) for x in (q, k, v)), BOUNDS, expect_causal, 0.5)  # type: ignore[arg-type, call-arg]
+    expected = reference(*(x[0].transpose(0, 1) for x in (q, k, v)), BOUNDS, expect_causal, 0.5)  # pyrefly: ignore[bad-argument-count, bad-argument-type]
     torch.testing.assert_close(out, expected[None])
     return out
 
@@ -126,7 +126,7 @@ def test_packed_attention_in_transformers_shapes() -> None:
 def test_who_says_whether_it_is_causal() -> None:
     module = nn.Identity()
     call(module, is_causal=False, expected=False)
-    module.is_causal = False  # type: ignore[assignment]
+    module.is_causal = False  # pyrefly: ignore[bad-argument-type]
     call(module, expected=False)
     call(module, is_causal=True)
 
@@ -201,17 +201,17 @@ def test_the_auxiliary_router_loss_is_refused() -> None:
 
 def test_terms_and_losses_that_training_would_ignore_are_refused() -> None:
     model = llama(layers=1)
-    model.loss_function = lambda *given, **options: torch.zeros(())  # type: ignore[assignment]
+    model.loss_function = lambda *given, **options: torch.zeros(())  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(Unsupported, match=r"loss_function was replaced.* pass the loss to hydragraph as loss="):
         refuse_unsupported(model)
     refuse_unsupported(model, loss=lambda outputs, batch: outputs.logits.sum())
     model = llama(layers=1)
-    model.config.z_loss_coefficient = 0.5
+    model.config.z_loss_coefficient = 0.5  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(Unsupported, match=r"config.z_loss_coefficient: the z-loss .* set z_loss_coefficient=0.0"):
         refuse_unsupported(model)
     del model.config.z_loss_coefficient
     nested = MixtralConfig(output_router_logits=True)
-    model.config.get_text_config = lambda: nested
+    model.config.get_text_config = lambda: nested  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(
         Unsupported, match=r"config.get_text_config\(\).output_router_logits.* set output_router_logits=False"
     ):
@@ -224,7 +224,7 @@ def test_attention_that_a_user_registered_is_refused() -> None:
 
     AttentionInterface.register("louder", louder)
     model = llama(layers=1)
-    model.config._attn_implementation = "louder"
+    model.config._attn_implementation = "louder"  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(Unsupported, match=r"LlamaForCausalLM: the attention is 'louder' of tests.frontend"):
         refuse_unsupported(model)
     model.set_attn_implementation("sdpa")

@@ -65,7 +65,7 @@ def test_class_weights_train_as_on_one_device_and_a_change_is_noticed() -> None:
     wanted = reference.train(
         llama(layers=LAYERS),
         [sequences(LENGTHS, seed=i) for i in range(2)],
-        partial(torch.optim.SGD, lr=0.1),  # type: ignore[arg-type]
+        partial(torch.optim.SGD, lr=0.1),
         cost=partial(F.cross_entropy, weight=loss.weights, reduction="sum"),
     )
     name, ratio = reference.worst(gradients, wanted.gradients[0])

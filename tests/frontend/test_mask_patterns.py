@@ -82,7 +82,7 @@ def test_models_that_look_both_ways_by_their_config_do() -> None:
 @pytest.mark.parametrize(("patterns", "causal"), [([], False), (["both"], False), (["causal"], True)])
 def test_a_causal_mask_makes_a_layer_causal_that_does_not_say_so(patterns: list[str], causal: bool) -> None:
     layer = nn.Module()
-    layer.is_causal, layer.config = False, LlamaConfig()  # type: ignore[assignment]
+    layer.is_causal, layer.config = False, LlamaConfig()  # pyrefly: ignore[bad-argument-type]
     for pattern in patterns:
         assert mask(mask_function={"both": BOTH, "causal": CAUSAL}[pattern], config=layer.config) is None
     assert is_causal(layer) is causal
@@ -97,7 +97,7 @@ def test_attention_against_the_direction_of_all_masks_is_refused() -> None:
     program, model = both_ways()
     layers = {block.name: program.templates[block.template] for block in program.blocks[1:-1]}
     refuse_own_mixing(model, layers)
-    mask(mask_function=CAUSAL, config=model.config)  # type: ignore[arg-type]
+    mask(mask_function=CAUSAL, config=model.config)
     with pytest.raises(
         Unsupported, match=r"layer.0: the layer attends in both directions, but the model makes only causal"
     ):
@@ -185,9 +185,9 @@ def test_a_marker_can_only_be_handed_on(use: Callable[[MaskPlaceholder], Any]) -
 def test_both_directions_are_refused_only_by_attention_that_looks_back() -> None:
     both, given = MaskPlaceholder("both directions", "none", both_ways=True), torch.zeros(1, 2, 5, 8)
     bounds = torch.tensor([0, 5], dtype=torch.int32)
-    attention(nn.Identity(), given, given, given, both, is_causal=False, cu_seq_lens_q=bounds)  # type: ignore[arg-type]
+    attention(nn.Identity(), given, given, given, both, is_causal=False, cu_seq_lens_q=bounds)
     with pytest.raises(Unsupported, match="both directions"):
-        attention(nn.Identity(), given, given, given, both, is_causal=True, cu_seq_lens_q=bounds)  # type: ignore[arg-type]
+        attention(nn.Identity(), given, given, given, both, is_causal=True, cu_seq_lens_q=bounds)
 
 
 @pytest.mark.skipif(not hasattr(masking_utils, "blockwise_overlay"), reason="this transformers has no such masks")

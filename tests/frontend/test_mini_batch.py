@@ -29,7 +29,7 @@ def prepared() -> Ready:
 
 def refused(exe: hg.Executable, batch: object) -> str:
     with pytest.raises(ValueError, match="sequence") as caught:
-        exe.step(batch)  # type: ignore[arg-type]
+        exe.step(batch)  # pyrefly: ignore[bad-argument-type]
     return str(caught.value)
 
 
@@ -80,10 +80,10 @@ def switched(prepared: Ready) -> tuple[str, str, list[float]]:
     batch, kept = sequences([5, 3]), exe._session.preparer._prepare
     losses = [exe.step(batch).loss]
     if exe.rank == 1:
-        exe._session.preparer._prepare = failing  # type: ignore[assignment,method-assign]
+        exe._session.preparer._prepare = failing  # pyrefly: ignore[bad-assignment, method-assign]
     with pytest.raises(hg.Unsupported) as caught:
         exe.step(batch, strategy=bad)
-    exe._session.preparer._prepare = kept  # type: ignore[method-assign]
+    exe._session.preparer._prepare = kept  # pyrefly: ignore[method-assign]
     with pytest.raises(ValueError, match="rank") as unknown:
         exe.step(batch, strategy=hg.Strategy.parse("<[0,7]x1>", layers=1))
     losses += [exe.step(batch).loss, exe.step(batch, strategy=bad).loss]
@@ -104,15 +104,15 @@ def divided(prepared: Ready) -> tuple[list[tuple[float, dict[str, Tensor]]], str
     batch = sequences([9, 1, 5, 12])
     results = []
     for divide_by in ("targets", "sequences", 7, 0.5):
-        loss = exe.step(batch, divide_by=divide_by).loss  # type: ignore[arg-type]
-        assert loss == exe.evaluate(batch, divide_by=divide_by).loss  # type: ignore[arg-type]
-        results.append((loss, exe.gradients(batch, divide_by=divide_by)))  # type: ignore[arg-type]
+        loss = exe.step(batch, divide_by=divide_by).loss
+        assert loss == exe.evaluate(batch, divide_by=divide_by).loss
+        results.append((loss, exe.gradients(batch, divide_by=divide_by)))
     messages = []
     for wrong in ("tokens", ("targets", "sequences")[exe.rank]):
         with pytest.raises(ValueError) as caught:  # noqa: PT011
-            exe.step(batch, divide_by=wrong)  # type: ignore[arg-type]
+            exe.step(batch, divide_by=wrong)  # pyrefly: ignore[bad-argument-type]
         messages.append(str(caught.value))
-    return results, *messages  # type: ignore[return-value]
+    return results, *messages  # pyrefly: ignore[bad-return]
 
 
 def test_the_sum_of_losses_is_divided_by_counts_of_the_whole_mini_batch(prepared: Ready) -> None:

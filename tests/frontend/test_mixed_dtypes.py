@@ -50,7 +50,7 @@ class HeadIn16Bits(Own):
 def model(cast: Callable[[Casting, Tensor], Tensor], kind: torch.dtype) -> Own:
     own = small()
     own.stack = nn.ModuleList([Casting(cast, kind)])
-    return randomised(own)  # type: ignore[return-value]
+    return randomised(own)  # pyrefly: ignore[bad-return]
 
 
 @only("kind0-dtype0-<lambda>")

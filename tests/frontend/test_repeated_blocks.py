@@ -61,7 +61,7 @@ def test_models_without_blocks_are_refused() -> None:
 
 def test_blocks_may_be_in_a_numbered_dict() -> None:
     stack = Stack()
-    stack.layers = nn.ModuleDict({"0": Layer(), "1": Layer()})  # type: ignore[assignment]
+    stack.layers = nn.ModuleDict({"0": Layer(), "1": Layer()})  # pyrefly: ignore[bad-assignment]
     path, found = block_list(stack)
     assert path == "layers"
     assert entries(found) == list(stack.layers.values())

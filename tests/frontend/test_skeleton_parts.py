@@ -46,7 +46,7 @@ def test_an_output_may_be_a_given_value_or_a_placeholder() -> None:
     assert [float(v.sum()) for v in part(torch.ones(3))] == [3.0, 3.0]
 
 
-def template(graph: fx.GraphModule, where: str = "layer.0", **names: dict[str, str]):  # type: ignore[no-untyped-def]
+def template(graph: fx.GraphModule, where: str = "layer.0", **names: dict[str, str]):  # pyrefly: ignore[unannotated-return]
     names = {
         "parameters": {"w_1": "w.weight"},
         "buffers": {"b_1": "b"},
@@ -72,7 +72,7 @@ def test_the_name_is_a_hash_of_the_text_and_the_shapes() -> None:
         return (x + 2,)
 
     def made(f: object, size: int, dtype: torch.dtype = torch.float32) -> str:
-        graph = make_fx(f, tracing_mode="fake")(torch.ones(size, dtype=dtype))  # type: ignore[arg-type]
+        graph = make_fx(f, tracing_mode="fake")(torch.ones(size, dtype=dtype))  # pyrefly: ignore[bad-argument-type]
         return template_of(graph, ({}, {}, {"x_1": "hidden"}), "layer.0").name
 
     assert made(forward, 2) == made(forward, 2)

@@ -20,14 +20,14 @@ class Model(nn.Module):
         return self.helped(x) + getattr(self, "shift", 0)
 
     def helped(self, x: Tensor) -> Tensor:
-        return x * self.scale * GAIN  # type: ignore[operator]
+        return x * self.scale * GAIN
 
     def fit(self) -> None:
         self.steps = 0
 
 
 def beside(module: nn.Module, x: Tensor) -> Tensor:
-    return F.dropout(x, module.p_drop if module.training else 0.0)  # type: ignore[arg-type]
+    return F.dropout(x, module.p_drop if module.training else 0.0)  # pyrefly: ignore[bad-argument-type]
 
 
 def switched(module: nn.Module, x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def test_names_are_those_that_forward_leads_to() -> None:
     assert not names & {"fit", "steps"}
     assert not UserFunctions(Model(), None).reads("steps")
     model = Model()
-    model.forward = lambda x: x * getattr(model, f"scale{len(x)}")  # type: ignore[method-assign, assignment]
+    model.forward = lambda x: x * getattr(model, f"scale{len(x)}")  # pyrefly: ignore[method-assign]
     assert UserFunctions(model, None).reads("steps")  # as this `getattr` may be given any name
     assert mentions(Model, "steps")
     assert not mentions(Model, "speed")
@@ -64,9 +64,9 @@ def test_functions_of_a_loss_are_followed_through_partials_and_cells() -> None:
 
 def test_a_flag_beside_a_rate_of_0_decides_nothing() -> None:
     module = nn.Module()
-    module.p_drop = 0.0  # type: ignore[assignment]
+    module.p_drop = 0.0  # pyrefly: ignore[bad-argument-type]
     assert rates_of(module) == {"p_drop": 0.0}
     assert not UserFunctions(nn.Module(), beside).depends_on_training([module])
     assert UserFunctions(nn.Module(), switched).depends_on_training([module])
-    module.p_drop = 0.1  # type: ignore[assignment]
+    module.p_drop = 0.1  # pyrefly: ignore[bad-argument-type]
     assert UserFunctions(nn.Module(), beside).depends_on_training([module])

@@ -83,15 +83,15 @@ def test_what_computes_each_token_from_itself_is_known(name: str) -> None:
 @pytest.mark.parametrize("name", ALONG)
 def test_an_operator_along_a_dimension_mixes_tokens_where_they_stand_along_it(name: str) -> None:
     for dim in (-1, 1):
-        mixes = found(lambda _, x, dim=dim: ALONG[name](x, dim)) is not None  # type: ignore[misc]
-        assert mixes == (not keeps(lambda x, dim=dim: ALONG[name](x, dim)))  # type: ignore[misc]
+        mixes = found(lambda _, x, dim=dim: ALONG[name](x, dim)) is not None
+        assert mixes == (not keeps(lambda x, dim=dim: ALONG[name](x, dim)))
         assert mixes == (dim == 1)
     assert found(lambda _, x: x + far(ALONG[name](x, 1))) is not None
 
 
 @pytest.mark.parametrize("options", [{"stride": 2}, {"padding": 1}])
 def test_a_convolution_that_moves_elements_is_refused(options: dict[str, int]) -> None:
-    assert found(lambda _, x: F.conv1d(x.mT, matrix(x)[..., None], **options).mT) is not None  # type: ignore[call-overload]
+    assert found(lambda _, x: F.conv1d(x.mT, matrix(x)[..., None], **options).mT) is not None  # pyrefly: ignore[no-matching-overload]
 
 
 class Given(nn.Module):
@@ -108,7 +108,7 @@ class Given(nn.Module):
 def found_with_bounds(compute: Packed) -> str | None:
     """Return what may depend on the other sequences of a row."""
     batch = torch.zeros(7, WIDTH), torch.zeros(5, dtype=torch.int32), torch.tensor(4)
-    batch = tuple(value.to("meta") for value in batch)  # type: ignore[assignment]
+    batch = tuple(value.to("meta") for value in batch)
     sizes = ({0: torch.export.Dim("T", min=3, max=1 << 20)}, {0: torch.export.Dim("N", min=3, max=1 << 20)}, None)
     graph, _ = functional_graph(export(Given(compute).to("meta"), batch, sizes, "test"), "test")
     symbol = symbol_name(value_of(placeholders_of(graph)[-3]).shape[0])
@@ -120,7 +120,7 @@ def found_with_bounds(compute: Packed) -> str | None:
 def attended(x: Tensor, cu: Tensor, longest: Tensor, **changed: Tensor) -> Tensor:
     q = x.view(-1, 2, 4)
     given = {"q": q, "k": q, "v": q, "cu_seqlens": cu, "max_length": longest, "causal": True, "scale": 0.5} | changed
-    return torch.ops.hydragraph.varlen_attention(**given)[0].flatten(1)  # type: ignore[no-any-return]
+    return torch.ops.hydragraph.varlen_attention(**given)[0].flatten(1)
 
 
 def loss_of(x: Tensor, reduction: str) -> Tensor:

@@ -92,7 +92,7 @@ def test_layers_below_a_detached_state_learn_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float8_e4m3fn])
 def test_parameters_that_are_no_floats_are_refused(dtype: torch.dtype) -> None:
     model = llama(layers=2)
-    model.model.layers[1].code = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)  # type: ignore[union-attr, index]
+    model.model.layers[1].code = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
     with pytest.raises(hg.Unsupported, match=r"model\.layers\.1\.code: the parameter is"):
         hg.capture(model)
 
@@ -100,7 +100,7 @@ def test_parameters_that_are_no_floats_are_refused(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("lazy", [nn.LazyLinear(8), nn.LazyBatchNorm1d(affine=False)])
 def test_what_has_no_shape_yet_is_refused(lazy: nn.Module) -> None:
     model = Own(layers=1)
-    model.norm = lazy  # type: ignore[assignment]
+    model.norm = lazy  # pyrefly: ignore[bad-assignment]
     with pytest.raises(
         hg.Unsupported, match=r"norm\.\w+: the tensor has no shape before the first input.*; call the model once"
     ):

@@ -18,7 +18,7 @@ IDS = ([3, 9, PADDING, 12, PADDING, PADDING, 40], [PADDING, 5, 6], [8, 9, 10, 11
 
 def roberta() -> RobertaForMaskedLM:
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return randomised(RobertaForMaskedLM(RobertaConfig(**tiny(num_hidden_layers=1, pad_token_id=PADDING, **dropout))))  # type: ignore[return-value]
+    return randomised(RobertaForMaskedLM(RobertaConfig(**tiny(num_hidden_layers=1, pad_token_id=PADDING, **dropout))))  # pyrefly: ignore[bad-return]
 
 
 def test_positions_are_the_models_own() -> None:

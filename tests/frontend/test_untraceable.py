@@ -68,7 +68,7 @@ def own(does: Callable[[Any, Tensor], Tensor] | None = None) -> Own:
     model = small(layers=2)
     if does is not None:
         model.stack = nn.ModuleList([Doing(does) for _ in range(2)])
-    return randomised(model)  # type: ignore[return-value]
+    return randomised(model)  # pyrefly: ignore[bad-return]
 
 
 def agrees(model: Own) -> None:
@@ -260,7 +260,7 @@ def test_such_things_before_and_behind_the_blocks_are_refused_too() -> None:
             self.stack = small().stack
 
         def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-            return Reversed.apply(super().forward(input_ids, position_ids, cu_seqlens))  # type: ignore[no-any-return]
+            return Reversed.apply(super().forward(input_ids, position_ids, cu_seqlens))
 
     with pytest.raises(Unsupported, match=r"Head: torch.autograd.Function Reversed"):
         capture(Head(), blocks="stack")
@@ -274,7 +274,7 @@ class Functional(nn.Module):
         self.weight, self.options = nn.Parameter(torch.randn(101, 32)), options
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight, **self.options)  # type: ignore[arg-type]
+        return F.embedding(ids, self.weight, **self.options)
 
 
 @pytest.mark.parametrize(
@@ -298,14 +298,14 @@ def test_modules_that_look_at_a_whole_batch_and_wrappers_are_refused(
     build: Callable[[], nn.Module], message: str
 ) -> None:
     model = own()
-    model.tokens = build()  # type: ignore[assignment]
+    model.tokens = build()  # pyrefly: ignore[bad-assignment]
     with pytest.raises(Unsupported, match=message):
         capture(model, blocks="stack")
 
 
 def test_batch_norm_in_training_is_refused() -> None:
     model = own()
-    model.norm = nn.BatchNorm1d(32)  # type: ignore[assignment]
+    model.norm = nn.BatchNorm1d(32)  # pyrefly: ignore[bad-assignment]
     with pytest.raises(Unsupported, match="norm: BatchNorm1d computes statistics over the tokens"):
         capture(model, blocks="stack")
 
@@ -321,7 +321,7 @@ def test_autocast_around_capture_is_refused() -> None:
 @pytest.mark.parametrize("shape", [(2,), pytest.param((1, 1, 2), marks=thorough), None])
 def test_a_loss_that_is_no_number_is_refused(shape: tuple[int, ...] | None) -> None:
     with pytest.raises(Unsupported, match=r"Own: the loss is .*; return one number"):
-        capture(own(), blocks="stack", loss=lambda x, b: x.sum().expand(shape) if shape else x.shape[1])  # type: ignore[return-value]
+        capture(own(), blocks="stack", loss=lambda x, b: x.sum().expand(shape) if shape else x.shape[1])
 
 
 def test_a_loss_of_shape_one_is_a_number() -> None:
@@ -427,7 +427,7 @@ class Replacing(Own):
         if self.name == "scale":
             self.scale = nn.Parameter(self.scale + 1)
         elif self.name == "stack.0.calls":
-            self.stack[0].calls = self.stack[0].calls + 1  # type: ignore[assignment]
+            self.stack[0].calls = self.stack[0].calls + 1  # pyrefly: ignore[bad-argument-type]
         logits: Tensor = super().forward(input_ids, position_ids, cu_seqlens)
         return logits * self.scale * (1 + self.stack[0].calls)
 
@@ -457,10 +457,10 @@ class Tagged(nn.Parameter):
 
 def test_tensors_that_compute_in_a_way_of_their_own_are_refused() -> None:
     model = own()
-    model.stack[1].down.weight = Doubled(model.stack[1].down.weight.detach())  # type: ignore[union-attr]
+    model.stack[1].down.weight = Doubled(model.stack[1].down.weight.detach())
     with pytest.raises(Unsupported, match=r"stack.1.down.weight: the tensor's class Doubled overrides"):
         capture(model, blocks="stack")
-    model.stack[1].down.weight = Tagged(model.stack[1].down.weight.detach())  # type: ignore[union-attr]
+    model.stack[1].down.weight = Tagged(model.stack[1].down.weight.detach())
     capture(model, blocks="stack")
 
 

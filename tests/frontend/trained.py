@@ -28,7 +28,7 @@ from hydragraph.frontend.check.wide_dtype import computing
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.passes.check_strategy import refuse_uncut
 from tests import reference
-from tests.frontend.families import DOCS, NAMES, build, shrink  # type: ignore[attr-defined]
+from tests.frontend.families import DOCS, NAMES, build, shrink  # pyrefly: ignore[implicit-reexport]
 from tests.models import sequences
 from tests.ready import Ready
 

@@ -1,3 +1,4 @@
+# pyrefly: ignore-errors[implicit-any-parameter, unannotated-return, bad-argument-type]
 from dataclasses import replace
 
 import pytest

@@ -217,7 +217,7 @@ def test_push_equals_scatter_and_sum(case: Case, data: st.DataObject) -> None:
     have, sums, counts = gradient_oracle(case, data.draw(st.integers(0, 9)))
     got, arrivals = move(slices, have, target), deliver(slices, source, target)
     handed = link.hand_on(target)
-    handed_sums, handed_counts = move(handed, got, target), move(handed, dict(arrivals), target)  # type: ignore[arg-type]
+    handed_sums, handed_counts = move(handed, got, target), move(handed, dict(arrivals), target)  # pyrefly: ignore[bad-argument-type]
     for rank in target.ranks:
         owned = elements(target, rank)
         assert np.array_equal(got[rank] + handed_sums[rank], sums[owned])

@@ -71,7 +71,7 @@ def test_what_a_text_says() -> None:
 
 def test_a_value_is_its_text() -> None:
     assert activation(2, 0) == "h2.0"
-    assert {activation(2, 0): 1}["h2.0"] == 1  # type: ignore[index]
+    assert {activation(2, 0): 1}["h2.0"] == 1
     assert activation(2, 0) is activation(2, 0)
 
 

@@ -1,3 +1,4 @@
+# pyrefly: ignore-errors[implicit-any-parameter, unannotated-return, bad-argument-type]
 import re
 from dataclasses import replace
 

@@ -1,5 +1,6 @@
 """AdamW over flat shards: equal to torch.optim.AdamW, in few launches, and a drop-in optimizer."""
 
+# pyrefly: ignore-errors[bad-argument-count, bad-argument-type]
 from __future__ import annotations
 
 import weakref
@@ -101,7 +102,7 @@ def _trained(make: object) -> list[Tensor]:
     for parameter, part in zip(parameters, gradients.split([3, 0, 20, 17]), strict=True):
         parameter.grad = part
     groups = [{"params": parameters[:2], "weight_decay": 0.3}, {"params": parameters[2:], "weight_decay": 0.0}]
-    optimizer = make(groups)  # type: ignore[operator]
+    optimizer = make(groups)
     for step in range(3):
         gradients.copy_(torch.randn(40, generator=torch.Generator().manual_seed(10 + step)))
         optimizer.step()
@@ -234,7 +235,7 @@ def test_the_states_of_neighbours_are_neighbours() -> None:
 def test_tensors_that_are_refused(change: dict[str, Tensor], message: str) -> None:
     fields = {name: torch.zeros(4) for name in ("weight", "gradient", "moment", "square")} | {"copy": None, "step": 1}
     with pytest.raises(Unsupported, match=message):
-        update([Shard(**(fields | change))], SETTINGS[0])  # type: ignore[arg-type]
+        update([Shard(**(fields | change))], SETTINGS[0])
 
 
 def _twins(count: int, size: int) -> Sequence[tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]]:

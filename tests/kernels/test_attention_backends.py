@@ -1,5 +1,6 @@
 """Choice of the backend for an attention call, and the arguments that each backend passes to its library."""
 
+# pyrefly: ignore-errors[bad-argument-type]
 from __future__ import annotations
 
 import logging
@@ -137,7 +138,7 @@ class Recorder:
 def asked(causal: bool, scale: float, left: int | None, right: int | None, cap: float = 0.0) -> AttentionSettings:
     """Return what a flash library computes for its arguments."""
     assert (left in (None, -1)) == (right in (None, -1))
-    window = None if left in (None, -1) else left + 1  # type: ignore[operator]
+    window = None if left in (None, -1) else left + 1
     assert right == {True: 0, False: left}[causal] or window is None
     return AttentionSettings(causal, scale, window, cap or None)
 
@@ -196,7 +197,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
             given.copy_(gradient)
 
     package = ModuleType("flash_attn.flash_attn_interface")
-    package._flash_attn_varlen_forward, package._flash_attn_varlen_backward = package_forward, package_backward  # type: ignore[attr-defined]
+    package._flash_attn_varlen_forward, package._flash_attn_varlen_backward = package_forward, package_backward
     monkeypatch.setattr(attention_backends, "aten", Aten)
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", package)

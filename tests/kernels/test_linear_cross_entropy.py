@@ -1,5 +1,6 @@
 """The fused head and loss against eager PyTorch, whole and with the vocabulary cut."""
 
+# pyrefly: ignore-errors[bad-argument-type, bad-keyword-argument]
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -149,7 +150,7 @@ def against_cut(sizes: list[int], dtype: torch.dtype, smoothing: float) -> None:
         chunks = iter(range(0, 9, 4))
 
         def exchange(mine: Tensor, chunks: object = chunks, first: int = first) -> Tensor:
-            a = next(chunks)  # type: ignore[call-overload]
+            a = next(chunks)
             logits = [x.detach()[a : a + 4] @ p.detach().T for p in parts]
             everyone = [
                 module.reference_statistics(p, labels[a : a + 4], c, target)

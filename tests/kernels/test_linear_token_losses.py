@@ -116,7 +116,7 @@ def test_no_logits_of_more_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -
 
         def seen(logits: Tensor, *rest: object, honest: object = honest) -> object:
             rows.append(len(logits))
-            return honest(logits, *rest)  # type: ignore[operator]
+            return honest(logits, *rest)
 
         monkeypatch.setattr(head, name, seen)
     monkeypatch.setattr(head, "chunk_tokens", lambda *_: 6)

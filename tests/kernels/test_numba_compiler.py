@@ -114,7 +114,7 @@ def test_what_is_damaged_is_compiled_again_and_kept(how: str, suffix: str, warm:
     file = max(files, key=lambda each: each.stat().st_mtime_ns)  # code that was compiled again has another name
     data = bytearray(file.read_bytes())
     data[len(data) // 2 if suffix == "nbc" else 1] ^= 255
-    file.write_bytes({"empty": b"", "truncated": data[:-9], "a bit": bytes(data)}[how])  # type: ignore[arg-type]
+    file.write_bytes({"empty": b"", "truncated": data[:-9], "a bit": bytes(data)}[how])
     printed, lines = call(warm)
     assert printed == COLD
     assert [line.split(" in ")[0] for line in lines] == ["numba's cache"]

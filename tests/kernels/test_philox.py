@@ -38,8 +38,8 @@ def test_words_are_the_published_ones(counter: tuple[int, ...], key: tuple[int, 
 def test_any_part_of_the_rows_and_features_has_the_words_of_the_whole(tokens: int, features: int, draw: object) -> None:
     keys = philox.keys_of(philox.key_of(3, 7), [tokens, 2], [5, 0])[0]
     whole = philox.words(keys, torch.arange(features), 9)
-    rows = torch.tensor(sorted(draw.sample(range(tokens + 2), (tokens + 2) // 2)), dtype=torch.int64)  # type: ignore[attr-defined]
-    columns = torch.tensor(sorted(draw.sample(range(features), (features + 1) // 2)))  # type: ignore[attr-defined]
+    rows = torch.tensor(sorted(draw.sample(range(tokens + 2), (tokens + 2) // 2)), dtype=torch.int64)
+    columns = torch.tensor(sorted(draw.sample(range(features), (features + 1) // 2)))
     assert torch.equal(philox.words(keys[rows], columns, 9), whole[rows][:, columns])
 
 

@@ -1,5 +1,6 @@
 """Attention over packed sequences against the plain-PyTorch reference in double precision."""
 
+# pyrefly: ignore-errors[bad-argument-count, bad-argument-type]
 from __future__ import annotations
 
 from itertools import accumulate
@@ -89,7 +90,7 @@ def test_a_window_as_long_as_the_sequences_is_none() -> None:
     q, k, v, cu_seqlens = packed([5, 9, 1])
     plain = results(varlen_attention(q, k, v, cu_seqlens), q, k, v)
     for changes in ({"window": 9}, {"chunk": 9}):
-        found = results(varlen_attention(q, k, v, cu_seqlens, **changes), q, k, v)  # type: ignore[arg-type]
+        found = results(varlen_attention(q, k, v, cu_seqlens, **changes), q, k, v)
         assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 

@@ -82,7 +82,7 @@ def test_embedding_exits_and_head_enters_where_the_vocabulary_is_cut() -> None:
 
 def annotated(forward: object, *shapes: tuple[int, ...]) -> fx.GraphModule:
     """Annotate `forward(hidden, *weights)`."""
-    traced = make_fx(forward, tracing_mode="fake", pre_dispatch=True)(*map(torch.zeros, shapes))  # type: ignore[arg-type]
+    traced = make_fx(forward, tracing_mode="fake", pre_dispatch=True)(*map(torch.zeros, shapes))  # pyrefly: ignore[bad-argument-type]
     hidden, *weights = [n for n in traced.graph.nodes if n.op == "placeholder"]
     return annotate(traced, find_cuts(traced.graph, set(weights), None, set()), set(weights), hidden)
 

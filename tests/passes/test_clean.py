@@ -19,7 +19,7 @@ class _Forward(nn.Module):
         self.function = function
 
     def forward(self, *tensors: Tensor) -> object:
-        return self.function(*tensors)  # type: ignore[operator]
+        return self.function(*tensors)
 
 
 def exported(forward: object, *arguments: Tensor) -> fx.GraphModule:

@@ -85,7 +85,7 @@ def run(
 
     def rank(collectives: EmulatedCollectives) -> list[Tensor]:
         here = StagePart(StageKind(part.tp, part.sequence_parallel), collectives.index)
-        values: dict[str, object] = {n: shard(n, collectives.index) for n in parameters} | given  # type: ignore[assignment]
+        values: dict[str, object] = {n: shard(n, collectives.index) for n in parameters} | given  # pyrefly: ignore[bad-assignment]
         if part.sequence_parallel:
             own = [n for n in ("hidden", "tangent") if n in given and given[n].dim() == 3]
             values |= {n: given[n].chunk(part.tp, 1)[collectives.index] for n in own}
@@ -211,7 +211,7 @@ def test_an_input_that_is_not_contiguous_is_made_so(monkeypatch: pytest.MonkeyPa
 
         def code(arguments: list[Any]) -> Sequence[Any]:
             taken.append(arguments[-1])
-            return piece(arguments[-1])  # type: ignore[no-any-return]
+            return piece(arguments[-1])
 
         return code, lambda sizes: True
 

@@ -249,7 +249,7 @@ def experts(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
     mine = torch.tensor([0, 0, 1, 1, 1])
     grouped = torch.ops.transformers.grouped_mm_fallback
     y = grouped(x, up, ends) + bias[mine]
-    return grouped(y.relu(), down.transpose(-2, -1), ends)  # type: ignore[no-any-return]
+    return grouped(y.relu(), down.transpose(-2, -1), ends)
 
 
 def test_experts_are_cut_with_their_biases() -> None:
@@ -464,7 +464,7 @@ def test_a_loss_of_cut_logits(options: dict[str, Any], cut: bool) -> None:
 def test_attention_is_cut_by_heads() -> None:
     def attend(x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
         parts = (F.linear(x, w).view(5, -1, 8) for w in (q, k, v))
-        out = varlen_attention(*parts, torch.zeros(2, dtype=torch.int32))  # type: ignore[arg-type, call-arg]
+        out = varlen_attention(*parts, torch.zeros(2, dtype=torch.int32))  # pyrefly: ignore[bad-argument-count]
         return F.linear(out.view(1, 5, -1), o)
 
     _, rule = analysed(attend, (1, 5, 32), (48, 32), (16, 32), (16, 32), (32, 48))

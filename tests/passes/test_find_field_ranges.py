@@ -48,7 +48,7 @@ class Looking(Own):
         self.more = nn.Embedding(64, 32)
         self.register_buffer("table", torch.rand(50, 32))
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, kind: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, kind: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         x = self.tokens(input_ids) + self.more(input_ids + 2) + self.table[position_ids] + self.more(kind)
         x = x[0]
         for block in self.stack:

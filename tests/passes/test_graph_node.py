@@ -23,7 +23,7 @@ aten = torch.ops.aten
 def test_a_product_is_taken_apart(target: object, order: tuple[str, ...], bias: bool, inner: int) -> None:
     graph = fx.Graph()
     named = {name: graph.placeholder(name) for name in ("x", "weight", "bias")}
-    node = graph.call_function(target, tuple(named[name] for name in order))  # type: ignore[arg-type]
+    node = graph.call_function(target, tuple(named[name] for name in order))  # pyrefly: ignore[bad-argument-type]
     parts = known_product(node)
     weight = named["weight"]
     assert parts == (named["x"], weight, named["bias"] if bias else None, inner, 1 - inner, weight)

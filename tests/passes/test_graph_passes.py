@@ -32,7 +32,7 @@ from tests.thorough import thorough
 def spec(part: StagePart = StagePart(), name: str = "gpt2", **settings: object) -> VariantSpec:  # noqa: B008
     program, _ = captured(name)
     made = Variants(program, added=True).spec(program.blocks[1], part)
-    return replace(made, **settings)  # type: ignore[arg-type]
+    return replace(made, **settings)  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def graph_of(*targets: object) -> fx.GraphModule:
     value = graph.placeholder("x")
     for target in targets:
         arguments = (value, "enter") if target is communicate else (value,)
-        value = graph.call_function(target, arguments)  # type: ignore[arg-type]
+        value = graph.call_function(target, arguments)  # pyrefly: ignore[bad-argument-type]
     graph.output((value,))
     return fx.GraphModule({}, graph)
 

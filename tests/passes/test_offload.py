@@ -24,7 +24,7 @@ MODEL = Outline(BLOCKS, tuple((block, (block,)) for block in BLOCKS))
 def programs(text: str, count: int = 1, mode: str = "train") -> tuple[RankProgram, ...]:
     strategy = Strategy.parse(text, LAYERS)
     counts = [count] * len(strategy.pipelines)
-    return rank_programs(MODEL, strategy, counts, mode, ranks=max(strategy.devices) + 1)  # type: ignore[arg-type]
+    return rank_programs(MODEL, strategy, counts, mode, ranks=max(strategy.devices) + 1)  # pyrefly: ignore[bad-argument-type]
 
 
 def on_device(program: RankProgram) -> list[int]:
@@ -47,7 +47,7 @@ def on_device(program: RankProgram) -> list[int]:
 def test_programs_verify(text: str, count: int) -> None:
     for mode in ("train", "gradients", "evaluate"):
         built = programs(text, count, mode)
-        verify(built, MODEL, mode)  # type: ignore[arg-type]
+        verify(built, MODEL, mode)
         assert all(parse(to_text(program)) == program for program in built)
 
 
@@ -90,7 +90,7 @@ def without(program: RankProgram, op: Op) -> RankProgram:
 
 def other(program: RankProgram, op: Op, **fields: object) -> RankProgram:
     at = next(i for i, instruction in enumerate(program.instructions) if instruction.op is op)
-    changed: Instruction = replace(program.instructions[at], **fields)  # type: ignore[arg-type]
+    changed: Instruction = replace(program.instructions[at], **fields)  # pyrefly: ignore[bad-argument-type]
     return replace(program, instructions=(*program.instructions[:at], changed, *program.instructions[at + 1 :]))
 
 

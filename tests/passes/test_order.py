@@ -1,3 +1,4 @@
+# pyrefly: ignore-errors[implicit-any-parameter, unannotated-return, bad-argument-type]
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ def ordered(strategy, counts, rank, mode="train"):
 
 
 def stage_tasks(schedule, depth, stage, count, mode="train"):
-    strategy = Strategy((Pipeline([Stage((i,), 1) for i in range(depth)]),), schedule)  # type: ignore[arg-type]
+    strategy = Strategy((Pipeline([Stage((i,), 1) for i in range(depth)]),), schedule)
     blocks = ("embed", *(f"layer.{i}" for i in range(depth)), "head")
     placement = place(Outline(blocks, ()), strategy, [count])
     return " ".join(map(str, placement.actions(placement.stages[stage], mode)))
@@ -88,7 +89,7 @@ def test_receives_follow_the_order_in_which_a_peer_on_both_sides_sends():
 
 
 def test_values_of_a_whole_model_on_one_rank():
-    forward, backward = {}, {}  # type: ignore[var-annotated]
+    forward, backward = {}, {}
     for each in ordered(Strategy.parse("<tp1,pp1>", 2), [1], 0):
         (forward if each.op is Op.FORWARD else backward)[each.target] = (each.reads, each.writes)
     assert forward == {

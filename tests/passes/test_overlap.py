@@ -1,3 +1,4 @@
+# pyrefly: ignore-errors[implicit-any-parameter, unannotated-return, bad-argument-type]
 import pytest
 
 from hydragraph.ir.instruction import Op, Stream
@@ -21,7 +22,7 @@ def overlapped(text, counts, rank, mode="train", schedule="1f1b"):
 
 def compact(instructions):
     """Return forwards, backwards and transfers as words: F0 is micro-batch 0's through all the stage's blocks."""
-    words = []  # type: ignore[var-annotated]
+    words = []
     for each in instructions:
         if each.op in (Op.FORWARD, Op.BACKWARD):
             word = f"{each.op.name[0]}{each.micro_batch}"

@@ -1,3 +1,4 @@
+# pyrefly: ignore-errors[implicit-any-parameter, unannotated-return]
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,8 +66,8 @@ def test_pipeline_without_micro_batches_holds_nothing():
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.lists(st.integers(1, 3), min_size=5, max_size=5))
 def test_every_block_is_on_one_stage_and_weights_are_where_blocks_are(layers, degrees):
     starts = [sum(degrees[:i]) for i in range(len(layers))]
-    stages = [Stage(range(s, s + tp), n) for s, tp, n in zip(starts, degrees, layers, strict=False)]  # type: ignore[arg-type]
-    strategy, model = Strategy((Pipeline(stages),)), outline(sum(layers))  # type: ignore[arg-type]
+    stages = [Stage(range(s, s + tp), n) for s, tp, n in zip(starts, degrees, layers, strict=False)]  # pyrefly: ignore[bad-argument-type]
+    strategy, model = Strategy((Pipeline(stages),)), outline(sum(layers))  # pyrefly: ignore[bad-argument-type]
     placement = place(model, strategy, [1])
     for k, block in enumerate(model.blocks):
         layer = min(max(k - 1, 0), model.layers - 1)

@@ -15,7 +15,7 @@ def test_the_last_ones_asked_for_are_kept(capacity: int, keys: list[int]) -> Non
     for i, key in enumerate(keys):
         kept = list(dict.fromkeys(reversed(keys[:i])))[:capacity]
         value = object()
-        found = recent.get(key, lambda value=value: value)  # type: ignore[misc]
+        found = recent.get(key, lambda value=value: value)
         assert found is (made[key] if key in kept else value)
         made[key] = found
         assert len(recent) == len(set(kept) | {key}) if len(kept) < capacity else len(recent) == capacity

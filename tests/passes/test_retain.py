@@ -1,3 +1,4 @@
+# pyrefly: ignore-errors[implicit-any-parameter, unannotated-return]
 import pytest
 
 from hydragraph.ir.instruction import Op, Stream

@@ -130,7 +130,7 @@ def check(
     whole = values(program, model, block)
     oracle = variants(program, "default").get(block, StagePart())
     tangent = torch.randn(oracle.forward(*(whole[n] for n in oracle.inputs))[0].shape)
-    want, want_gradients = run(oracle, whole, tangent)  # type: ignore[arg-type]
+    want, want_gradients = run(oracle, whole, tangent)  # pyrefly: ignore[bad-argument-type]
     described = {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
 
     ranks = variants(program, fused_head=fused_head)
@@ -139,7 +139,7 @@ def check(
     generate_code(compiled)
 
     def rank(collectives: object) -> tuple[Tensor, dict[str, Tensor]]:
-        index = collectives.index  # type: ignore[attr-defined]
+        index = collectives.index
         given: dict[str, object] = dict(whole)
         for local, parameter in described.items():
             flat = parameter.canonical(whole[local])
@@ -155,8 +155,8 @@ def check(
             return x.chunk(tp, 1)[index] if x.dim() == 3 else x
 
         out, found = run(compiled[index], given | {"hidden": own(whole.get("hidden", tangent))}, own(tangent))
-        found |= {"hidden": collectives.all_gather(found["hidden"], 1)} if "hidden" in found else {}  # type: ignore[attr-defined]
-        return collectives.all_gather(out, 1) if out.dim() == 3 else out, found  # type: ignore[attr-defined]
+        found |= {"hidden": collectives.all_gather(found["hidden"], 1)} if "hidden" in found else {}
+        return collectives.all_gather(out, 1) if out.dim() == 3 else out, found
 
     results = run_ranks(tp, rank)
     scale = float(torch.stack([g.norm() for g in want_gradients.values()]).norm())

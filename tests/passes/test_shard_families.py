@@ -56,7 +56,7 @@ FAMILIES = [*(m for m in MODELS if m not in ("llama", "gpt2", "mixtral")), *OTHE
 
 
 def capture_both(model: nn.Module, **given: object) -> tuple[Program, nn.Module]:
-    return capture(model, **given), model  # type: ignore[arg-type]
+    return capture(model, **given), model  # pyrefly: ignore[bad-argument-type]
 
 
 @functools.cache

@@ -49,7 +49,7 @@ class Model(nn.Module):
         x = self.embed(input_ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(x)
 
 
 @only("std of a weight")

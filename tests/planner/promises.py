@@ -93,14 +93,14 @@ def keeps_every_promise(situation: tuple[Costs, hg.Workload], method: str, alone
     costs, workload = situation
     others = [each for each in METHODS if method == "auto" and each != method and not alone]
     try:
-        plan = hg.plan(costs, workload, method)  # type: ignore[arg-type]
+        plan = hg.plan(costs, workload, method)  # pyrefly: ignore[bad-argument-type]
     except hg.Unsupported as error:
         words = r"nothing fits|all devices are lost|have enough memory|too many to try in every order"
         if not re.search(words, str(error)):
             raise
         for other in others:
             with pytest.raises(hg.Unsupported, match=words):
-                hg.plan(costs, workload, other)  # type: ignore[arg-type]
+                hg.plan(costs, workload, other)  # pyrefly: ignore[bad-argument-type]
         return
     lost = set(costs.health.lost)
     strategy = plan.strategy
@@ -125,11 +125,11 @@ def keeps_every_promise(situation: tuple[Costs, hg.Workload], method: str, alone
     _is_no_worse_than_greedy(costs, workload, plan)
     if alone:
         return
-    again = hg.plan(costs, workload, method)  # type: ignore[arg-type]
+    again = hg.plan(costs, workload, method)  # pyrefly: ignore[bad-argument-type]
     assert (again.strategy, again.home, again.assignment) == (strategy, plan.home, plan.assignment)
     for other in others:
         with suppress(hg.Unsupported):  # that method alone may have no plan that fits
-            assert plan.seconds <= hg.plan(costs, workload, other).seconds * (1 + 1e-9)  # type: ignore[arg-type]
+            assert plan.seconds <= hg.plan(costs, workload, other).seconds * (1 + 1e-9)  # pyrefly: ignore[bad-argument-type]
 
 
 def _is_no_worse_than_greedy(costs: Costs, workload: hg.Workload, plan: Plan) -> None:

@@ -24,12 +24,12 @@ def test_what_is_said_to_help_helps(size: int) -> None:
     with pytest.raises(hg.Unsupported, match="nothing fits") as caught:
         hg.plan(with_memory(size), WORK)
     said = str(caught.value)
-    memory = float(re.search(r"the model may fit with ([\d.]+) times the memory", said).group(1))  # type: ignore[union-attr]
+    memory = float(re.search(r"the model may fit with ([\d.]+) times the memory", said).group(1))
     assert memory > 1
     assert hg.plan(with_memory(1.03 * memory * size), WORK).seconds > 0
     with pytest.raises(hg.Unsupported, match="nothing fits"):
         hg.plan(with_memory(0.9 * memory * size), WORK)
-    shorter = int(re.search(r"sequences of at most ([\d,]+) tokens", said).group(1).replace(",", ""))  # type: ignore[union-attr]
+    shorter = int(re.search(r"sequences of at most ([\d,]+) tokens", said).group(1).replace(",", ""))
     assert hg.plan(with_memory(size), hg.Workload(sequences=4, length=int(0.95 * shorter))).seconds > 0
 
 

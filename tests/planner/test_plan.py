@@ -43,7 +43,7 @@ def test_a_plan_of_many_devices_keeps_every_promise(ranks: int, data: st.DataObj
 def test_devices_that_there_is_no_work_for_are_idle(devices: int, layers: int, sequences: int) -> None:
     costs = priced.costs(layers, priced.cluster(devices, 1))
     work = hg.Workload(sequences=sequences, length=LENGTH)
-    plans = [hg.plan(costs, work, method, streaming=False) for method in ("auto", "mixed", "straggler")]  # type: ignore[arg-type]
+    plans = [hg.plan(costs, work, method, streaming=False) for method in ("auto", "mixed", "straggler")]
     assert all(len(plan.strategy.devices) <= layers * sequences for plan in plans)
     assert max(plan.seconds for plan in plans) <= plans[0].seconds * 1.01
 
@@ -72,7 +72,7 @@ def test_devices_too_small_for_a_layer_are_idle() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_has_a_plan_however_late_it_is(method: str) -> None:
     costs = priced.costs(24, priced.cluster(16, 4), hg.Health({3: 2.57}))
-    hurried = hg.plan(costs, hg.Workload(sequences=64, length=LENGTH), method, deadline_s=0.0)  # type: ignore[arg-type]
+    hurried = hg.plan(costs, hg.Workload(sequences=64, length=LENGTH), method, deadline_s=0.0)  # pyrefly: ignore[bad-argument-type]
     hurried.strategy.check(24, 16)
     assert "was not simulated" in hurried.explain() or len(hurried.rivals) == 0 or not hurried.simulated
 
@@ -212,7 +212,7 @@ def test_a_plan_explains_itself() -> None:
 )
 def test_what_cannot_be_planned_says_why(make: object, words: str) -> None:
     with pytest.raises(hg.Unsupported, match=words):
-        hg.plan(make(), hg.Workload(sequences=4, length=LENGTH))  # type: ignore[operator]
+        hg.plan(make(), hg.Workload(sequences=4, length=LENGTH))
 
 
 @pytest.mark.parametrize("lengths", [None, [[900, 200, 40], [300, 300, 300]]])
@@ -220,7 +220,7 @@ def test_better_plans_are_reported_during_the_search(lengths: list[list[int]] | 
     told: list[tuple[float, str]] = []
     work = hg.Workload(8, LENGTH) if lengths is None else hg.Workload(lengths=lengths)
     costs = priced.costs(4, priced.cluster(2, 1), hg.Health({1: 1.5}))
-    plan = hg.plan(costs, work, improved=lambda *found: told.append(found), streaming=False)
+    plan = hg.plan(costs, work, improved=lambda seconds, origin: told.append((seconds, origin)), streaming=False)
     seconds = [found for found, _ in told]
     assert seconds == sorted(set(seconds), reverse=True)
     assert seconds[-1] == pytest.approx(plan.seconds, rel=0.01)
@@ -230,7 +230,7 @@ def test_better_plans_are_reported_during_the_search(lengths: list[list[int]] | 
 def test_an_unknown_method_is_refused() -> None:
     costs = priced.costs(4, priced.cluster(2))
     with pytest.raises(ValueError, match="use 'auto', 'metis', 'mixed', 'search', 'straggler'"):
-        hg.plan(costs, hg.Workload(sequences=4, length=LENGTH), "best")  # type: ignore[arg-type]
+        hg.plan(costs, hg.Workload(sequences=4, length=LENGTH), "best")  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_pipeline_across_a_slow_link_is_taken_where_stages_own_what_they_use() -> None:
@@ -268,11 +268,11 @@ def test_what_is_no_deadline_and_no_strategy_is_refused() -> None:
     workload = hg.Workload(sequences=4, length=LENGTH)
     for deadline in (-1.0, math.nan, "1"):
         with pytest.raises(ValueError, match="give at least 0 seconds"):
-            hg.plan(costs, workload, deadline_s=deadline)  # type: ignore[arg-type]
+            hg.plan(costs, workload, deadline_s=deadline)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match="no rank"):
         hg.plan(costs, workload, running="3*<tp1,pp1>")
     with pytest.raises(ValueError, match="give a plan, a strategy or its text"):
-        hg.plan(costs, workload, running=7)  # type: ignore[arg-type]
+        hg.plan(costs, workload, running=7)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match="strategy text:"):
         hg.plan(costs, workload, running="abc")
     running = "2*<tp1,pp1>"

@@ -38,7 +38,7 @@ def test_what_takes_no_longest_sequence_takes_infinitely_long_for_it() -> None:
     small = hg.Strategy.parse("2*<tp1,pp1>", 6)
     longest = max(p.max_len for p in costs.pipelines(small)) + 1
     varied = MiniBatchPrices(costs, [[longest], [16] * 4])
-    for found in (varied.by_batch(small), varied.settle(small, "test").by_batch):  # type: ignore[union-attr]
+    for found in (varied.by_batch(small), varied.settle(small, "test").by_batch):
         assert found[0] == math.inf
         assert math.isfinite(found[1])
 

@@ -39,7 +39,7 @@ def summing() -> tuple[fx.GraphModule, list[Tensor], list[Tensor]]:
     y = graph.call_function(aten.exp.default, (graph.call_function(aten.mul.Tensor, (x, 2.0)),))
     graph.output((y, graph.call_function(aten.sum.default, (y,))))
     module, inputs = fx.GraphModule({}, graph), fakes(("T",))
-    with inputs[0].fake_mode:  # type: ignore[attr-defined]
+    with inputs[0].fake_mode:
         return module, inputs, list(module(*inputs))
 
 
@@ -66,7 +66,7 @@ def test_sizes_that_no_symbol_may_have_run_the_graph_itself() -> None:
     piece = GraphPiece(*summing())
     for tokens in (0, 1):
         y, total = piece(tokens, torch.ones(tokens))
-        assert (len(y), float(total)) == (tokens, pytest.approx(tokens * 7.389056))  # type: ignore[comparison-overlap]
+        assert (len(y), float(total)) == (tokens, pytest.approx(tokens * 7.389056))
     assert len(piece.codes) == 1
 
 
@@ -93,7 +93,7 @@ def test_a_graph_whose_results_would_get_other_strides_is_left_alone() -> None:
     module, inputs, outputs = summing()
     hints = {symbols_of(inputs)[0]: 64}
     assert compile_graph(module, inputs, outputs, hints) is not None
-    with inputs[0].fake_mode:  # type: ignore[attr-defined]
+    with inputs[0].fake_mode:
         spread = torch.empty_strided(inputs[0].shape, (2,))
     assert compile_graph(module, inputs, [spread, outputs[1]], hints) is None
 
@@ -101,7 +101,7 @@ def test_a_graph_whose_results_would_get_other_strides_is_left_alone() -> None:
 def test_sizes_are_read_where_they_stand_alone_or_else_as_a_part() -> None:
     (whole,) = fakes((3, "T"))
     size = whole.shape[1]
-    with whole.fake_mode:  # type: ignore[attr-defined]
+    with whole.fake_mode:
         double = torch.empty(1, 2 * size)
     symbol = symbols_of([whole])[0]
     assert sources([double, whole]) == {symbol: (1, 1, 1)}

@@ -48,7 +48,7 @@ MODEL = Model(
 
 def adamw(named: Named) -> torch.optim.Optimizer:
     decayed, plain = [p for p in named if "norm" not in p[0]], [p for p in named if "norm" in p[0]]
-    return torch.optim.AdamW([{"params": decayed}, {"params": plain, "weight_decay": 0.0}], lr=0.1, amsgrad=True)  # type: ignore[arg-type]
+    return torch.optim.AdamW([{"params": decayed}, {"params": plain, "weight_decay": 0.0}], lr=0.1, amsgrad=True)
 
 
 def unstepped(named: Named) -> torch.optim.Optimizer:

@@ -39,7 +39,7 @@ SPLIT = ["<[0,1]x2s>", "<[2,3]x1s,[1,0]x1sr>", "<[0,1]x2s> + <[3,2]x2s>"]
 
 
 def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named, lr=1e-2)  # type: ignore[arg-type]
+    return torch.optim.AdamW(named, lr=1e-2)
 
 
 def batch(step: int) -> list[Tensor]:
@@ -174,7 +174,7 @@ def die_in_a_push(exe: hg.Executable, step: int, moment: str) -> None:
 
         return replace(finish, result=result)
 
-    exchange.Transfer._handed = handing  # type: ignore[method-assign, assignment]
+    exchange.Transfer._handed = handing  # pyrefly: ignore[bad-assignment, method-assign]
     exe._session.executor.before = lambda instruction: strike("push") if instruction.op is Op.PUSH else None
 
 
@@ -279,7 +279,7 @@ def test_optimizers_that_are_taken_round_alike_wherever_shards_end(kind: type[to
 
     def trained(bounds: Sequence[int]) -> Tensor:
         parts = [nn.Parameter(part.clone()) for part in start.tensor_split(bounds)]
-        optimizer = kind(parts, lr=1e-2)  # type: ignore[call-arg]
+        optimizer = kind(parts, lr=1e-2)  # pyrefly: ignore[missing-argument, unexpected-keyword]
         Deterministic("a device").check_optimizer(optimizer)
         for gradient in gradients:
             for part, piece in zip(parts, gradient.tensor_split(bounds), strict=True):

@@ -167,7 +167,7 @@ def test_a_strategy_for_more_ranks_than_there_are_is_refused() -> None:
 
 
 def clipped(ready: Ready) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    exe = compiled(ready, max_grad_norm=np.float32(0.5))  # type: ignore[arg-type]
+    exe = compiled(ready, max_grad_norm=np.float32(0.5))  # pyrefly: ignore[bad-argument-type]
     reports = [exe.step(batch(i)) for i in range(3)]
     weights = exe.full_state_dict()
     exe.close()

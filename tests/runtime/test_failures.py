@@ -255,7 +255,7 @@ def differing(ready: Ready) -> list[str]:
 
     code = llama(LAYERS)
     if rank == 1:
-        code.model.layers[1].mlp.act_fn = nn.GELU()  # type: ignore[union-attr]
+        code.model.layers[1].mlp.act_fn = nn.GELU()
     tell(lambda: hg.compile(code, strategy))
     torch.manual_seed(rank // 2)
     tell(lambda: hg.compile(meta(), strategy))

@@ -31,7 +31,7 @@ def test_views_of_one_storage_come_back_as_views_of_one() -> None:
         assert torch.equal(view, returned)
         assert (view.size(), view.stride(), view.dtype) == (returned.size(), returned.stride(), returned.dtype)
         assert storage_address(view) != storage_address(returned)
-    assert storage_address(back[0]) == storage_address(back[1])  # type: ignore[arg-type]
+    assert storage_address(back[0]) == storage_address(back[1])  # pyrefly: ignore[bad-argument-type]
 
 
 def test_small_tensors_and_named_storages_stay() -> None:
@@ -39,7 +39,7 @@ def test_small_tensors_and_named_storages_stay() -> None:
     back, copied = there_and_back([small, large, weight.view(256, 256).t()], weight)
     assert copied == 1
     assert back[0] is small
-    assert storage_address(back[2]) == storage_address(weight)  # type: ignore[arg-type]
+    assert storage_address(back[2]) == storage_address(weight)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_an_empty_tensor_stays() -> None:

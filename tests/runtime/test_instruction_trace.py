@@ -72,7 +72,7 @@ def test_readings_are_those_of_the_devices_clock() -> None:
     timing = Timing(1, spans, Counting())
     with timing.waiting(Stream.PULL, "W.head"):
         pass
-    assert timing.exposed == ExposedSeconds(pull=pytest.approx(0.1))  # type: ignore[arg-type]
+    assert timing.exposed == ExposedSeconds(pull=pytest.approx(0.1))  # pyrefly: ignore[bad-argument-type]
     timing.end()
     (span,) = spans
     assert span.end - span.begin == pytest.approx(0.1, abs=1e-6)

@@ -38,7 +38,7 @@ def test_the_least_recently_used_iteration_is_forgotten_and_prepared_again() -> 
 def test_exchanges_are_shared_and_those_used_last_are_kept() -> None:
     strategies = [Strategy.parse(f"<[{r}]x1,[{r + 1}]x1>", layers=2) for r in range(1, 11, 2)]
     prepares, buckets = preparer(capacity=2, ranks=11), len(captured("llama")[0].buckets)
-    with mock.patch.object(prepared_programs, "pull_exchange", wraps=prepared_programs.pull_exchange) as made:  # type: ignore[attr-defined]
+    with mock.patch.object(prepared_programs, "pull_exchange", wraps=prepared_programs.pull_exchange) as made:
         first = prepares.get(strategies[0], (1,), "train")
         needed = made.call_count
         assert 1 < needed <= buckets

@@ -33,12 +33,12 @@ CPU = torch.device("cpu")
 def momentum_of_some(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Return an optimizer of two groups, only one of them with state per element."""
     first, second = named[::2], named[1::2]
-    return torch.optim.SGD([{"params": first, "momentum": 0.9}, {"params": second}], lr=0.1)  # type: ignore[arg-type]
+    return torch.optim.SGD([{"params": first, "momentum": 0.9}, {"params": second}], lr=0.1)
 
 
 def half(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Return an optimizer for `narrow`, which keeps a state in 16 bits; messages then have odd offsets."""
-    return torch.optim.AdamW(named, lr=0.1)  # type: ignore[arg-type]
+    return torch.optim.AdamW(named, lr=0.1)
 
 
 def narrow(optimizer: torch.optim.Optimizer) -> None:

@@ -69,7 +69,7 @@ def test_a_subclass_that_only_chooses_defaults_is_accepted() -> None:
 @pytest.mark.parametrize(("kind", "method"), [(OwnStep, "step"), (OwnGroup, "_init_group")])
 def test_a_subclass_that_changes_the_update_is_refused(kind: type[torch.optim.Optimizer], method: str) -> None:
     with pytest.raises(Unsupported, match=rf"{kind.__name__}: it defines its own '{method}'.*use torch.optim"):
-        check_elementwise(kind(named(), lr=0.1))  # type: ignore[call-arg]
+        check_elementwise(kind(named(), lr=0.1))  # pyrefly: ignore[missing-argument, unexpected-keyword]
 
 
 @pytest.mark.parametrize("kind", [*ELEMENTWISE, hg.AdamW], ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
@@ -104,7 +104,7 @@ def test_a_step_that_was_replaced_is_refused(decorated: bool, monkeypatch: pytes
 
 def test_a_step_that_is_replaced_after_compilation_is_refused() -> None:
     exe = hg.compile(small(), "<tp1,pp1>", functools.partial(torch.optim.SGD, lr=0.1), device="cpu", check="off")
-    exe.optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    exe.optimizer.step = lambda closure=None: None  # pyrefly: ignore[bad-assignment, method-assign]
     with pytest.raises(Unsupported, match="defines its own 'step'"):
         exe.step([torch.arange(5)])
     exe.close()

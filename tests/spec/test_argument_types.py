@@ -42,7 +42,7 @@ def test_a_wrong_type_is_told(given: dict[str, Any], sentence: str) -> None:
 def test_what_fits_is_passed_on() -> None:
     given: Any = (np.int64(3), np.float32(1), [np.array([1, 2]), (3,)], {"a": 1}, "b")
     assert function(*given) == 3
-    given = (2, 5, np.ones((2, 2), dtype=int), None)
-    assert function(*given) == 2
+    rows: Any = np.ones((2, 2), dtype=int)
+    assert function(2, 5, rows, None) == 2
     with pytest.raises(TypeError, match="unexpected keyword argument 'nosuch'"):
-        function(nosuch=1)  # type: ignore[call-arg]
+        function(nosuch=1)  # pyrefly: ignore[unexpected-keyword]

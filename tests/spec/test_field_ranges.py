@@ -68,6 +68,6 @@ def test_values_inside_pass_whatever_their_integer_type_and_strides() -> None:
         torch.tensor([1, 2], dtype=torch.uint8),
         {"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([-100, -100])},
     ]
-    found = MiniBatch.of(right, True, {}, LIMITS[:3])  # type: ignore[arg-type]
+    found = MiniBatch.of(right, True, {}, LIMITS[:3])
     assert all(s.ids.is_contiguous() and s.ids.dtype is torch.int64 for s in found.sequences)
     assert found.lengths == (2, 4, 5, 2, 0)

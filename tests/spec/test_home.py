@@ -62,7 +62,7 @@ def test_texts_by_hand() -> None:
     assert mixed.shares_of("embed") == (1, 0, 0, 1)
     assert mixed.shares_of("layer.0") == (1, 1, 1, 1)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        mixed.copies = 1  # type: ignore[misc]
+        mixed.copies = 1  # pyrefly: ignore[read-only]
 
 
 @pytest.mark.parametrize(

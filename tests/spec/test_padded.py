@@ -41,7 +41,7 @@ def test_arrays_become_tensors() -> None:
     rows = np.array([[3, 1, 2], [4, 5, 0]], dtype=np.int32)
     mask = np.array([[1, 1, 1], [1, 1, 0]])
     cut = sequences_in({"input_ids": rows, "attention_mask": mask})
-    assert [row["input_ids"].tolist() for row in cut] == [[3, 1, 2], [4, 5]]  # type: ignore[call-overload]
+    assert [row["input_ids"].tolist() for row in cut] == [[3, 1, 2], [4, 5]]
     (one, field) = sequences_in([rows[0], {"input_ids": rows[1], "weight": np.ones(3, np.float32)}], ["weight"])
     assert isinstance(one, Tensor)
     assert torch.equal(one, torch.tensor([3, 1, 2], dtype=torch.int32))
@@ -87,7 +87,7 @@ def test_other_masks_are_refused(mask: Tensor | None) -> None:
         assert ids_of([batch]) == [CUT[2]]
         return
     with pytest.raises(Unsupported, match=r"sequence 1: an attention_mask .*; pad on the right only"):
-        sequences_in([IDS[0], batch])  # type: ignore[list-item]
+        sequences_in([IDS[0], batch])
 
 
 def test_labels_that_count_in_the_padding_are_refused() -> None:

@@ -69,7 +69,7 @@ def test_saved_yaml_leaves_out_defaults(tmp_path: Path) -> None:
         "  - stages: [{devices: [0, 1], layers: 5}, {devices: [2], layers: 3}]\n"
         "  - stages: [{devices: [3], layers: 8}]\n"
     )
-    flagged = Strategy([Pipeline([Stage([0, 1], 2, sequence_parallel=True)])], schedule="gpipe")  # type: ignore[arg-type]
+    flagged = Strategy([Pipeline([Stage([0, 1], 2, sequence_parallel=True)])], schedule="gpipe")  # pyrefly: ignore[bad-argument-type]
     flagged.save(tmp_path / "s.yaml")
     assert (tmp_path / "s.yaml").read_text() == (
         "pipelines:\n  - stages: [{devices: [0, 1], layers: 2, sequence_parallel: true}]\nschedule: gpipe\n"
@@ -94,7 +94,7 @@ def test_parse_numbers_devices_and_splits_layers() -> None:
 
 
 def test_lists_become_tuples_and_strategies_are_values() -> None:
-    two: Any = [Stage(devices=[0, 1], layers=5), Stage(devices=range(2, 3), layers=3)]  # type: ignore[arg-type]
+    two: Any = [Stage(devices=[0, 1], layers=5), Stage(devices=range(2, 3), layers=3)]  # pyrefly: ignore[bad-argument-type]
     both: Any = [Pipeline(stages=two), Pipeline(stages=(Stage(devices=(3,), layers=8),))]
     listed = Strategy(pipelines=both, schedule="1f1b")
     assert listed == lopsided()
@@ -271,13 +271,13 @@ def test_a_stage_refuses(devices: Any, layers: Any, message: str) -> None:
 
 def test_sequence_parallel_is_a_boolean() -> None:
     with pytest.raises(ValueError, match="'sequence_parallel' is 1: use true or false"):
-        Stage((0,), 1, sequence_parallel=1)  # type: ignore[arg-type]
+        Stage((0,), 1, sequence_parallel=1)  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, 0.125, -0.5, "0.5", None])
 def test_recompute_is_a_boolean_or_a_budget_in_hundredths(value: object) -> None:
     with pytest.raises(ValueError, match=r"use true .*, false, or the fraction of activations to save"):
-        Stage((0,), 1, recompute=value)  # type: ignore[arg-type]
+        Stage((0,), 1, recompute=value)  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_sums_in_pieces_are_of_tensor_parallel_stages_without_sequence_paralleli
     with pytest.raises(ValueError, match="sums_in_pieces and sequence_parallel"):
         replace(stage, sequence_parallel=True)
     with pytest.raises(ValueError, match="'sums_in_pieces' is 1: use true or false"):
-        replace(stage, sums_in_pieces=1)  # type: ignore[arg-type]
+        replace(stage, sums_in_pieces=1)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_an_offloading_stage_is_the_same_as_text_and_as_yaml(tmp_path: Path) -> None:

@@ -48,4 +48,4 @@ def test_typical_sequences_are_as_much_work() -> None:
 )
 def test_what_is_no_workload_is_refused(given: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Workload(**given)  # type: ignore[arg-type]
+        Workload(**given)  # pyrefly: ignore[bad-argument-type]

@@ -103,7 +103,7 @@ def test_masked_models_need_labels() -> None:
 @pytest.mark.parametrize("number", [2, 2.0, torch.tensor(2.0)])
 def test_a_number_is_every_tokens(number: float | Tensor) -> None:
     given = {"input_ids": IDS, "weight": number, "teacher": TEACHER}
-    weight = sequence_of(given, 0, True, FIELDS).extra["weight"]  # type: ignore[arg-type]
+    weight = sequence_of(given, 0, True, FIELDS).extra["weight"]  # pyrefly: ignore[bad-argument-type]
     assert weight.tolist() == [2, 2, 2]
     assert weight.dtype == torch.float32
 
@@ -113,4 +113,4 @@ def test_a_number_that_is_no_value_of_the_field_is_refused(name: str, number: fl
     fields = {"teacher": Field(torch.float64, (2,)), "count": Field(torch.int64)}
     given = {"input_ids": IDS, "teacher": TEACHER, "count": 1} | {name: number}
     with pytest.raises(ValueError, match=f"sequence 0: {name} is"):
-        sequence_of(given, 0, True, fields)  # type: ignore[arg-type]
+        sequence_of(given, 0, True, fields)  # pyrefly: ignore[bad-argument-type]

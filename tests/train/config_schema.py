@@ -89,7 +89,7 @@ def reference() -> str:
 def _sections(path: str, cls: type) -> Iterator[tuple[str, type]]:
     yield path, cls
     hints = get_type_hints(cls)
-    for field in fields(cls):  # type: ignore[arg-type]
+    for field in fields(cls):
         if (inner := _record_in(hints[field.name])) is not None and inner is not Home:
             form = get_origin(_present(hints[field.name]))
             suffix = "[]" if form is tuple else ".NAME" if form is Mapping else ""
@@ -109,7 +109,7 @@ def _summary(cls: type) -> str:
 def _present(hint: Any) -> Any:
     if get_origin(hint) in (Union, types.UnionType):
         rest = [a for a in get_args(hint) if a is not type(None)]
-        return rest[0] if len(rest) == 1 else Union[tuple(rest)]  # noqa: UP007 - of a list
+        return rest[0] if len(rest) == 1 else Union[tuple(rest)]  # noqa: UP007 - of a list  # pyrefly: ignore[invalid-annotation]
     return hint
 
 
@@ -125,7 +125,7 @@ def _record_in(hint: Any) -> type | None:
 def _object(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
     docs = field_docs(cls)
     hints = get_type_hints(cls)
-    own = fields(cls)  # type: ignore[arg-type]
+    own = fields(cls)
     properties: dict[str, Any] = {}
     for field in own:
         said = _value(cls, field.name, hints[field.name], definitions)

@@ -58,7 +58,7 @@ def test_names_for_sections_and_fields_of_other_sections_are_answered(
 
 def test_what_is_written_instead_exists() -> None:
     """A sentence that begins with a name in backticks begins with a field of the config, or a file of the run."""
-    known = {f"{path}.{field.name}".lstrip(".") for path, cls in _sections("", TrainConfig) for field in fields(cls)}  # type: ignore[arg-type]
+    known = {f"{path}.{field.name}".lstrip(".") for path, cls in _sections("", TrainConfig) for field in fields(cls)}
     sentences = re.findall(r"^\| `.+? \| (.+) \|$", TABLES.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(remedies()) > len(sentences) > 100
     for sentence in sentences:

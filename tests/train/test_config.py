@@ -220,7 +220,7 @@ def test_differences_name_every_field_that_changed(tmp_path: Path) -> None:
         "optimizer.eps",
         "grace_s",
     ]
-    assert found[0] == f"model.config.hidden_size {before.model.config['hidden_size']} -> 32"  # type: ignore[index]
+    assert found[0] == f"model.config.hidden_size {before.model.config['hidden_size']} -> 32"
     one, other = (
         TrainConfig.load(write(tmp_path, {}), [f"data.evaluation={{{name}: {{paths: [x]}}}}"]) for name in "ab"
     )

@@ -32,7 +32,7 @@ def test_the_shipped_schema_and_the_page_are_up_to_date() -> None:
 
 def test_every_field_is_documented() -> None:
     for path, cls in _sections("", TrainConfig):
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        names = [field.name for field in fields(cls)]
         assert [name for name in names if not field_docs(cls).get(name)] == [], path
         assert set(field_docs(cls)) <= set(names), path
 

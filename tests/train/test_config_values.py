@@ -19,7 +19,7 @@ VALUES: list[Any] = [
     *(None, True, False, 0, -1, 10**30, -0.5, 1.5, math.nan, math.inf, -math.inf),
     *("", "ünï 🦎", "12", "\x00", " ", [], [[]], [None], [1, "a"], ["a", "a"], {}, {"a": 1}, {1: 2}, {"a": {"b": []}}),
 ]
-KEYS = [(path, field.name) for path, cls in _sections("", TrainConfig) for field in fields(cls)]  # type: ignore[arg-type]
+KEYS = [(path, field.name) for path, cls in _sections("", TrainConfig) for field in fields(cls)]
 
 
 def placed(folder: Path, path: str, name: str, value: Any) -> dict[str, Any]:

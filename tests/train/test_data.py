@@ -378,7 +378,7 @@ def test_how_much_is_left_is_known_of_the_tokenizer_of_several_corpora_and_of_ch
         sources.append({"paths": [str(path)], "weight": 1})
     run = config(tmp_path, paths=[], mixture=sources, vocab_size=300)
     seen: list[tuple[str, int, float]] = []
-    verify(run, prepare(run, lambda *told: seen.append(told)), lambda *told: seen.append(told))
+    verify(run, prepare(run, lambda *told: seen.append(told)), lambda *told: seen.append(told))  # pyrefly: ignore[bad-argument-type]
     learning = [(done, part) for what, done, part in seen if what == "training a tokenizer"]
     assert [done for done, _ in learning] == [100, 200, 300, 400, 400]
     assert [part for _, part in learning] == pytest.approx([done / 400 for done, _ in learning], abs=0.01)

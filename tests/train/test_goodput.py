@@ -25,7 +25,7 @@ def steps(*ends: float) -> list[Metrics]:
 
 
 def event(name: str, when: float, ranks: tuple[int, ...] = (1,), seconds: float = 0.0) -> RunEvent:
-    return RunEvent(1, name, ranks, seconds, "", time=at(when))  # type: ignore[arg-type]
+    return RunEvent(1, name, ranks, seconds, "", time=at(when))  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_run_that_nothing_happens_to_is_all_at_full_speed() -> None:

@@ -37,7 +37,7 @@ from hydragraph.train.loop import train
 from hydragraph.train.model import adapted, skeleton
 from hydragraph.train.run_folder import Begin, RunFolder
 from tests.data.chats import encoder
-from tests.frontend.families import NAMES, SIZES, build, documented  # type: ignore[attr-defined]
+from tests.frontend.families import NAMES, SIZES, build, documented  # pyrefly: ignore[implicit-reexport]
 from tests.runtime.homes import ALONE, Model, groups_of
 from tests.thorough import first, thorough
 from tests.train.plain import Watched, settings

@@ -94,7 +94,7 @@ def test_settings_that_are_unknown_or_need_other_tensors_are_refused(
 
 def test_the_skeleton_of_a_saved_model_is_recorded_like_the_model(tmp_path: Path) -> None:
     """Otherwise a run would refuse the folder that `hydragraph compile` wrote for it."""
-    build_model(llama(), 300, 0, 0).to(torch.bfloat16).save_pretrained(tmp_path)  # type: ignore[operator]
+    build_model(llama(), 300, 0, 0).to(torch.bfloat16).save_pretrained(tmp_path)
     saved = ModelConfig(path=str(tmp_path))
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert not differences(model_record(skeleton(saved, 300)), model_record(build_model(saved, 300, 0, 0)))
@@ -161,7 +161,7 @@ def test_code_of_its_own_is_run_where_the_config_says_so(
 @pytest.mark.parametrize("how", [build_model, skeleton])
 def test_code_beside_a_model_that_transformers_has_is_not_run(how: Callable[..., object], tmp_path: Path) -> None:
     model = build_model(llama(), 50, 7, 0)
-    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    model.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     settings["auto_map"] = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -177,7 +177,7 @@ def test_pickled_weights_run_nothing(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[Any, ...]:
             return os.system, (f"touch {tmp_path / 'ran'}",)
 
-    build_model(llama(), 50, 7, 0).save_pretrained(tmp_path)  # type: ignore[operator]
+    build_model(llama(), 50, 7, 0).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save({"lm_head.weight": Runs()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(Exception, match=r"weights_only|WeightsUnpickler|unsafe|load file"):

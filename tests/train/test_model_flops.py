@@ -29,7 +29,7 @@ def test_operations_are_those_that_pytorch_counts(length: int) -> None:
     shape = LlamaShape(hidden=32, intermediate=80, layers=3, heads=4, kv_heads=2, vocabulary=50)
     model = shape.build("cpu")
     flops = step_flops(hg.capture(model, check="off"), [length])
-    model.set_attn_implementation("eager")  # type: ignore[operator]
+    model.set_attn_implementation("eager")
     ids = torch.randint(0, 50, (1, length))
     with FlopCounterMode(display=False) as counted:
         model(input_ids=ids, use_cache=False).logits.sum().backward()

@@ -9,6 +9,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,9 +43,9 @@ def test_resumes_from_the_latest_checkpoint_that_is_complete(tmp_path: Path) -> 
 
 def test_an_adapter_keeps_its_scaling(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
+    settings: tuple[dict[str, Any], ...] = ({}, {"alpha": 64.0}, {"rslora": True})
     first, alpha, rslora = (
-        replace(config(tmp_path), adapter=AdapterConfig(LoraConfig(r=2, **changed)))
-        for changed in ({}, {"alpha": 64.0}, {"rslora": True})
+        replace(config(tmp_path), adapter=AdapterConfig(LoraConfig(r=2, **changed))) for changed in settings
     )
     folder.begin(first, "new")
     save(folder, 4)
@@ -62,7 +63,7 @@ def test_a_run_that_replaces_another_or_leaves_its_course_has_another_name(tmp_p
     seen = []
     keeps = replace(config(tmp_path), checkpoint=CheckpointConfig(pieces=PiecesConfig()))
     for how, step in (("new", None), ("resume", None), ("resume", 4), ("resume", None), ("overwrite", None)):
-        folder.begin(keeps, how, step)  # type: ignore[arg-type]
+        folder.begin(keeps, how, step)
         seen.append(folder.identity)
         save(folder, 4) if not folder.place(4).exists() else None
     assert len({directory for directory, _ in seen}) == 1
@@ -95,7 +96,7 @@ def test_a_tracker_sees_a_run_that_continues_as_the_same_run(tmp_path: Path) -> 
     assert folder.tracked == ""
     seen = []
     for how, step in (("new", None), ("resume", None), ("auto", None), ("resume", 4), ("overwrite", None)):
-        folder.begin(config(tmp_path), how, step)  # type: ignore[arg-type]
+        folder.begin(config(tmp_path), how, step)
         seen.append(folder.tracked)
         save(folder, 4) if not folder.place(4).exists() else None
     assert seen[0] == seen[1] == seen[2] != ""

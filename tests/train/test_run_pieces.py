@@ -61,7 +61,7 @@ def test_a_lost_run_continues_from_its_newest_pieces(tmp_path: Path) -> None:
     run = config(tmp_path)
     before = lost(run, 4)
     assert [step.step for step in before.steps] == [1, 2, 3, 4]
-    assert RunFolder(tmp_path / "run").last().step == 0  # type: ignore[union-attr]
+    assert RunFolder(tmp_path / "run").last().step == 0
     resumed = Watched()
     outcome = train(run, "resume", hg.compile, resumed)
     assert any("continuing after step 3 of 6, from checkpoint pieces" in note for note in resumed.notes)
@@ -118,7 +118,7 @@ def test_a_store_of_another_machine(tmp_path: Path) -> None:
             patch.setenv("AWS_ACCESS_KEY_ID", "key")
             patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
             patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-            import boto3  # type: ignore[import-not-found]
+            import boto3  # pyrefly: ignore[missing-import]
 
             client = boto3.client("s3", region_name="us-east-1")
             client.create_bucket(Bucket="bucket")

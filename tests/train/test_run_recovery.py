@@ -180,8 +180,8 @@ def test_a_checkpoint_that_was_lost_with_a_rank_is_no_more_expected(tmp_path: Pa
 
 
 def test_who_was_lost_is_told_though_the_ranks_met_twice() -> None:
-    first = Survived(2, 3, (0,), (), (), (1, 2), (), None, 0, 0.5, "rank 0 is lost")  # type: ignore[arg-type]
-    second = Survived(3, 3, (1,), (), (1,), (1, 2), (), None, 0, 0.25, "rank 1 is lost")  # type: ignore[arg-type]
+    first = Survived(2, 3, (0,), (), (), (1, 2), (), None, 0, 0.5, "rank 0 is lost")  # pyrefly: ignore[bad-argument-type]
+    second = Survived(3, 3, (1,), (), (1,), (1, 2), (), None, 0, 0.25, "rank 1 is lost")  # pyrefly: ignore[bad-argument-type]
     told = [(first, 3), (second, 2)]
     assert [(e.event, e.ranks) for e in changes_of(told)] == [("fault", (0,)), ("fault", (1,)), ("join", (1,))]
     assert [paused(told, rank) for rank in (0, 1)] == [0.75, 0.5], "who came in the second meeting only waited"
@@ -204,7 +204,7 @@ def test_ranks_that_stay_are_known_by_their_new_numbers(tmp_path: Path) -> None:
     remaining = priced.costs(2, priced.mixed()).of_ranks([0, 2, 3], Home())
     left: Any = SimpleNamespace(profile=remaining, owners=Home(), may_stream=True, static=None)
     nothing: Any = None
-    run = Run(given, SimpleNamespace(ranks=3), begun(given, tmp_path), left, (), {}, None, None, watching)  # type: ignore[arg-type]
+    run = Run(given, SimpleNamespace(ranks=3), begun(given, tmp_path), left, (), {}, None, None, watching)  # pyrefly: ignore[bad-argument-type]
     run = replace(run, watched=(0, 1, 5, 7))
     state = TrainState(Watched(), nothing, nothing, nothing, 3, 0, {})
     peers = tuple(MemberDescription(member, seat, 0, "") for member, seat in ((7, 3), (0, 0), (9, 1)))

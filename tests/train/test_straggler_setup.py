@@ -44,7 +44,7 @@ def test_a_deterministic_run_asks_for_plans_that_do_not_stream(tmp_path: Path) -
     )
     given = from_record(TrainConfig, {**settings(tmp_path), "strategies": "auto"})
     with mock.patch("hydragraph.train.straggler_setup.Replanner") as planner:
-        controller = controller_of(given, SimpleNamespace(ranks=4), executor)  # type: ignore[arg-type]
+        controller = controller_of(given, SimpleNamespace(ranks=4), executor)  # pyrefly: ignore[bad-argument-type]
     planner.return_value.start.assert_called_once()
     assert controller._replanning is not None
     assert not controller._question.streaming
@@ -56,11 +56,11 @@ def test_state_follows_chosen_strategies_by_measured_costs_without_a_monitor(tmp
     executor: Any = SimpleNamespace(profile=measured, owners=Home(), program=program)
     plan = {"plan": {"choose": True, "profile": "measured.json"}}
     given = from_record(TrainConfig, settings(tmp_path) | plan)
-    controller = controller_of(given, SimpleNamespace(ranks=4), executor)  # type: ignore[arg-type]
+    controller = controller_of(given, SimpleNamespace(ranks=4), executor)  # pyrefly: ignore[bad-argument-type]
     assert controller.following is not None
     assert controller.following.rule == "auto"
     assert controller.monitor is None
     assert (controller.health.rates, controller.slow, controller.correct()) == ({}, {}, False)
     for other in ({"home": "stages"}, {"home": "equal"}, {"plan": {"choose": False}}):
         assert not follows(from_record(TrainConfig, settings(tmp_path) | plan | other), executor)
-    assert not follows(given, SimpleNamespace(profile=None))  # type: ignore[arg-type]
+    assert not follows(given, SimpleNamespace(profile=None))  # pyrefly: ignore[bad-argument-type]

@@ -103,7 +103,7 @@ def test_weights_of_another_model_leave_the_run_that_they_would_replace(folder: 
 
 def test_a_whole_model_can_still_be_built(folder: Path) -> None:
     start = str(folder / "run" / "model")
-    whole, parts = (build_model(ModelConfig(**{field: start}), 50, 7, 0) for field in ("path", "weights"))  # type: ignore[arg-type]
+    whole, parts = (build_model(ModelConfig(**{field: start}), 50, 7, 0) for field in ("path", "weights"))  # pyrefly: ignore[bad-argument-type]
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
     assert {p.device.type for p in parts.parameters()} == {"cpu"}
 

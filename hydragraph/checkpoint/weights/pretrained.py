@@ -51,14 +51,15 @@ class TensorNames:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         buffers = [name for name, _ in model.named_buffers()]
-        ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+        transformer: Any = model
+        ignored: list[str] = list(getattr(transformer, "_keys_to_ignore_on_load_unexpected", None) or ())
         # Older versions of transformers saved these buffers.
         if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
             ignored.append(r"rotary_emb\.inv_freq")
         if any(name.endswith("position_ids") for name in buffers):
             ignored.append(r"(^|\.)position_ids$")
         pattern = re.compile("|".join(f"({regex})" for regex in ignored)) if ignored else None
-        conversions = tuple(get_model_conversion_mapping(model))  # type: ignore[arg-type]
+        conversions = tuple(get_model_conversion_mapping(transformer))
         return TensorNames(sources, conversions, str(model.base_model_prefix), pattern, ModelFamily.of(model))
 
     def placed(self, held: Mapping[str, StoredTensor]) -> list[tuple[str, JoinedTensor]]:
@@ -71,10 +72,11 @@ class TensorNames:
         converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
         wholes_by_name: list[tuple[str, JoinedTensor]] = []
         pieces: dict[str, tuple[Any, dict[str, list[StoredTensor]]]] = {}
+        sources: Any = self.sources  # transformers names a dict, but only reads it
         for key in sorted(held, key=dot_natural_key):
-            name, computed = rename_source_key(key, renamings, converters, self.prefix, self.sources)  # type: ignore[arg-type]
+            name, computed = rename_source_key(key, renamings, converters, self.prefix, sources)
             if name not in self.sources and key in self.sources:
-                name, computed = rename_source_key(key, [], [], self.prefix, self.sources)  # type: ignore[arg-type]
+                name, computed = rename_source_key(key, [], [], self.prefix, sources)
             if computed is None:
                 wholes_by_name.append((name, JoinedTensor.of(held[key])))
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from torch.distributed.distributed_c10d import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _DEATH = "hydragraph/death"
 NAMESPACE = "hydragraph/watch"  # key that stores the newest watch's namespace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 from hydragraph.cluster.failure.rank_watch import RankWatch
 

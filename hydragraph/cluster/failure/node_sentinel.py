@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 from hydragraph.cluster.failure.failure_detector import (
     PAUSE_S,
@@ -168,9 +168,7 @@ def stand(post: SentinelSettings, starter: WatchedProcess) -> None:
     guard.start()
     # If the rank that started this sentinel has ended, the store may be gone.
     patience = _LITTLE if starter.state() is ProcessState.ENDED else _PATIENCE
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        post.address, post.port, None, False, timeout=patience, wait_for_workers=False
-    )
+    store = dist.TCPStore(post.address, post.port, None, False, timeout=patience, wait_for_workers=False)
     roll = RankRegistry(store, post.namespace, post.machine)
     ledger = FaultRecord(store, post.namespace)
     observer = _Observer(store, post.namespace, board)

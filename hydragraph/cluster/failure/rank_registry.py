@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 from hydragraph.cluster.failure.heartbeat_board import HeartbeatBoard
 from hydragraph.cluster.failure.process_liveness import WatchedProcess

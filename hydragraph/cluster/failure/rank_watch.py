@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 from hydragraph import log
 from hydragraph.cluster.failure import stack_dump
@@ -134,7 +134,7 @@ class RankWatch:
         proposed = f"hydragraph/{uuid.uuid4().hex}"
         name = store.compare_set(f"hydragraph/watch/{number}", "", proposed).decode()
         self._host = socket.gethostname()
-        client = root(store).clone()  # type: ignore[attr-defined]
+        client = root(store).clone()  # pyrefly: ignore[missing-attribute]  # PyTorch's stub lacks it
         self._ledger = FaultRecord(client, name, generation)
         roll = RankRegistry(client, name, machine())
         self._asked_roll = 0.0
@@ -408,9 +408,9 @@ class RankWatch:
             self._members = roll.members()
             self._asked_roll = now
             several = self._first and len(self._members) < self.ranks and len(roll.machines()) > 1
-            reachable = isinstance(client, dist.TCPStore)  # type: ignore[attr-defined]
+            reachable = isinstance(client, dist.TCPStore)
             if several and reachable and self._sentinel is None and self._fault is None:
-                place = (client.host, client.port)  # type: ignore[attr-defined]
+                place = (client.host, client.port)
                 self._sentinel = Sentinel(SentinelSettings(*place, name, roll.machine, self._board.address, self.ranks))
         if self._sentinel is not None and self._fault is None:  # a sentinel ends after a fault
             self._sentinel.keep_up()
@@ -508,7 +508,7 @@ class RankWatch:
 
 
 def _weakly(function: F) -> Callable[[], F | None]:
-    return weakref.WeakMethod(function) if hasattr(function, "__self__") else lambda: function  # type: ignore[return-value]
+    return weakref.WeakMethod(function) if hasattr(function, "__self__") else lambda: function
 
 
 def _text(error: BaseException) -> str:

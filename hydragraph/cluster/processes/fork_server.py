@@ -35,7 +35,7 @@ def ensure_running() -> None:
 
 def own_folder() -> str:
     """Return multiprocessing's temporary folder, or "" if a parent process owns it."""
-    folder: str = util.get_temp_dir()  # type: ignore[attr-defined]
+    folder: str = util.get_temp_dir()
     return folder if multiprocessing.parent_process() is None else ""
 
 
@@ -100,7 +100,7 @@ def _as_usual() -> None:
     for number in _OUTLIVED:
         signal.signal(number, signal.SIG_DFL)
     try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
+        from tqdm import tqdm
     except ImportError:
         return
     tqdm.set_lock(threading.RLock())  # torch.fx creates a progress bar for every graph

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 from hydragraph import log
 from hydragraph.cluster.failure.failure_detector import Accusation, FailureDetector, Stopwatch, seen_of
@@ -172,7 +172,7 @@ def _close(member: RankHandle) -> None:
 
 def answering_server(patience_s: float = STOPPED_S) -> None:
     """Wait while the fork server is stopped; after `patience_s` seconds, kill the server and its ranks."""
-    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     if pid is None:
         return
     server = WatchedProcess(pid)

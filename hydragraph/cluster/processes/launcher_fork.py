@@ -74,7 +74,7 @@ def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
-    address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+    address = connection.arbitrary_address("AF_UNIX")  # pyrefly: ignore[missing-attribute]  # not in typeshed
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         os.chmod(address, 0o600)
@@ -134,17 +134,18 @@ def _be_server(
         if not os.read(go, 2):
             os._exit(0)
         os.close(go)
-        _as_new({listener, alive, resource_tracker._resource_tracker._fd})  # type: ignore[attr-defined]
+        # pyrefly: ignore[missing-attribute]  # not in typeshed
+        _as_new({listener, alive, resource_tracker._resource_tracker._fd})
         import_named(classes)
         gc.freeze()  # garbage collection of current objects would copy their memory pages
         outlive_signals()
         outlive_failed_forks()
-        forkserver._forkserver.__init__()  # type: ignore[misc]
-        forkserver.main(listener, alive, ["__main__"], **begin)  # type: ignore[arg-type]
+        forkserver._forkserver.__init__()
+        forkserver.main(listener, alive, ["__main__"], **begin)
     except SystemExit:
         code = 0
-    except BaseException:
-        sys.__excepthook__(*sys.exc_info())
+    except BaseException as error:
+        sys.__excepthook__(type(error), error, error.__traceback__)
     finally:
         if directory:
             shutil.rmtree(directory, ignore_errors=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 
 
 def sent(value: object) -> bytes:

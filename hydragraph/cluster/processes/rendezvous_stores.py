@@ -15,7 +15,7 @@ def hosted(address: str, port: int) -> Any:
     """Return a store hosted by this process; arguments are as for `listening`."""
     listener = listening(address, port)
     place = (address, listener.getsockname()[1])
-    return dist.TCPStore(*place, None, True, wait_for_workers=False, master_listen_fd=listener.detach())  # type: ignore[attr-defined]
+    return dist.TCPStore(*place, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def listening(address: str, port: int, backlog: int | None = None) -> socket.socket:
@@ -55,4 +55,4 @@ def is_loopback(address: str) -> bool:
 
 def client(address: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> Any:
     """Return a client of a store; `timeout` limits the wait for a connection, and for a missing value."""
-    return dist.TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+    return dist.TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False)

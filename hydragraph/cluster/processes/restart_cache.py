@@ -25,7 +25,8 @@ def kept(what: str, key: str, make: Callable[[], T]) -> T:
     if folder is not None and (folder / key).exists():
         try:
             check_private(folder)
-            return read_value(folder / key)  # type: ignore[no-any-return]
+            value: T = read_value(folder / key)
+            return value
         except (OSError, ValueError, RuntimeError) as refused:
             _LOG.warning("%s: the first ranks' result cannot be read (%s): computing it again", what, refused)
     return make()

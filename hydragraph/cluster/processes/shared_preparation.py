@@ -15,7 +15,7 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 import torch
 
 from hydragraph.cluster.processes.launched_ranks import Context, StoppedProcesses, dismiss, start, wait_for_outcomes

@@ -14,7 +14,7 @@ import time
 import uuid
 from datetime import timedelta
 
-from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 _POLL_S = 0.02
 
@@ -63,8 +63,8 @@ def _follow(store: Store, rank: int, word: str, limit: _Limit) -> str:
         if name != agreed and rank < len(words) and words[rank] == word:
             agreed = name
             store.set(f"agreed/{name}/{rank}", "")
-        if agreed and _get(store, "confirmed") == agreed:
-            return agreed
+        if agreed and (confirmed := _get(store, "confirmed")) == agreed:
+            return confirmed
         limit.wait("rank 0 has not confirmed that all ranks have arrived" if agreed else "rank 0 has not arrived")
 
 

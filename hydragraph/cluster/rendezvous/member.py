@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import FrameType
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 from hydragraph.cluster.failure.newest_watch import newest_watch, watch_of
 from hydragraph.cluster.failure.time_limits import PROGRESS_S
@@ -187,7 +187,7 @@ class Member:
         _LOG.info("generation %d: rank %d of %d", generation.number, rank, ranks)
         if ranks > 1:
             try:
-                store = dist.PrefixStore(prefix(generation.number), self._connect())  # type: ignore[attr-defined]
+                store = dist.PrefixStore(prefix(generation.number), self._connect())
                 meet("gloo", store, rank, ranks, prefix(generation.number), self.progress_s)
             except (OSError, dist.DistError) as error:
                 if self._moving is None:

@@ -610,7 +610,7 @@ def _book(nodes: RunMachines) -> Any:
     else:
         socket.create_connection((nodes.address, nodes.port), timeout=_ASK_S).close()  # fails fast
         store = client(nodes.address, nodes.port, timedelta(seconds=_ASK_S))
-    return dist.PrefixStore("hydragraph/nodes", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore("hydragraph/nodes", store)
 
 
 @cache

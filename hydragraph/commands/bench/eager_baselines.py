@@ -79,7 +79,7 @@ class Baseline:
         for batch in self.batches(sequences):
             with self.context():
                 loss = self.loss(batch) / targets
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             losses.append(loss.detach())
         return float(torch.stack(losses).sum())
 
@@ -109,7 +109,7 @@ def baselines(
     optimizer = torch.optim.AdamW(first.parameters(), lr=1e-4, fused=True)
 
     def autocast() -> AbstractContextManager[None]:
-        return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)  # type: ignore[return-value]
+        return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
     def packed(sequences: Sequence[Tensor]) -> list[Batch]:
         return packed_batches(sequences, strategy, device)

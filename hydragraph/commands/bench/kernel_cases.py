@@ -157,8 +157,8 @@ def head_losses(sweep: KernelSweep) -> Iterator[KernelCase]:
     full = [(4096, 4096, 32000), (16384, 4096, 32000), (16384, 4096, 131072)]
     for tokens, hidden, vocabulary in full if sweep.full else [(128, 64, 1024), (512, 128, 4096)]:
         options = {"device": sweep.device, "dtype": sweep.dtype}
-        x = torch.randn(tokens, hidden, **options).requires_grad_()  # type: ignore[call-overload]
-        weight = (torch.randn(vocabulary, hidden, **options) / hidden**0.5).requires_grad_()  # type: ignore[call-overload]
+        x = torch.randn(tokens, hidden, **options).requires_grad_()
+        weight = (torch.randn(vocabulary, hidden, **options) / hidden**0.5).requires_grad_()
         labels = torch.randint(vocabulary, (tokens,), device=sweep.device)
         ways: dict[str, Callable[..., Tensor]] = {"eager": _eager_loss}
         if sweep.compiled:

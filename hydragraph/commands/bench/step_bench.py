@@ -140,10 +140,10 @@ def _measure(
     sides: dict[str, Side] = {OURS: lambda turn: exe.step(settings.sequences(turn))}
     for name in values:
         if name != OURS:
-            sides[name] = lambda turn, side=others[name]: side.step(settings.sequences(turn))  # type: ignore[misc]
+            sides[name] = lambda turn, side=others[name]: side.step(settings.sequences(turn))
     tell("steps of hydragraph and its rivals in turn")
     seconds = alternate(sides, settings.device, settings.rounds)
-    peaks = {name: peak_bytes(lambda side=side: side(0), settings.device) for name, side in sides.items()}  # type: ignore[misc]
+    peaks = {name: peak_bytes(lambda side=side: side(0), settings.device) for name, side in sides.items()}
     return {n: SideResult(seconds[n], peaks[n] / 1e6, *values[n]) for n in sides}, notes
 
 

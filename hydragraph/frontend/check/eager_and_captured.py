@@ -49,7 +49,7 @@ def run_alone(
         value = loss(caller(model, fields)(model, fields), fields) * times
     if value.requires_grad:
         with _taken(model, done):
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
     return value.detach()
 
 

@@ -79,7 +79,7 @@ def _tensors(model: nn.Module, left_out: Callable[[str, Tensor], bool], weights:
 
 
 def _leave_out(block: nn.Module, forms: OutputStructure, used: Collection[int]) -> None:
-    block.forward = forms.pass_on  # type: ignore[method-assign]
+    block.forward = forms.pass_on
     block._forward_hooks.clear()
     block._forward_pre_hooks.clear()
     for parameter in block.parameters():

@@ -42,7 +42,7 @@ SHOWN = ("mixtral", "qwen2_moe", "hrm_text", "inkling2_text")
 
 
 def computed(model: nn.Module) -> bool:
-    conversions = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    conversions = get_model_conversion_mapping(model)  # pyrefly: ignore[bad-argument-type]
     return any(isinstance(c, WeightConverter) and c.operations for c in conversions)
 
 

@@ -26,7 +26,7 @@ def test_a_class_of_ones_own_has_the_family_of_what_it_is_made_from() -> None:
     class Own(BertForMaskedLM):
         pass
 
-    own = Own(bert().config)  # type: ignore[arg-type]
+    own = Own(bert().config)  # pyrefly: ignore[bad-argument-type]
     assert ModelFamily.of(own).heads(frozenset({POOLER})) == {POOLER}
     assert ModelFamily.of(MODELS["llama"]()).heads(frozenset({"score.weight", POOLER})) == {"score.weight"}
 
@@ -47,6 +47,6 @@ def test_nothing_is_a_head_without_a_family() -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_building_the_family_leaves_the_models_config_alone(kind: str) -> None:
     model = MODELS[kind]()
-    before = model.config.to_dict()  # type: ignore[operator, union-attr]
+    before = model.config.to_dict()
     ModelFamily.of(model).heads(frozenset({"none"}))
-    assert model.config.to_dict() == before  # type: ignore[operator, union-attr]
+    assert model.config.to_dict() == before

@@ -53,7 +53,7 @@ def meta(model: Any) -> nn.Module:
 @functools.cache
 def program_of(kind: str) -> Program:
     """Return the program of a kind; a capture takes a second."""
-    return capture(KINDS.get(kind, MODELS.get(kind))())  # type: ignore[misc]
+    return capture(KINDS.get(kind, MODELS.get(kind))())
 
 
 def compiled(kind: str, model: Any) -> hg.Executable:
@@ -288,7 +288,7 @@ def test_heads_that_only_other_classes_have_are_left_unread_with_a_warning(
 def test_a_head_does_not_excuse_what_is_missing_or_of_another_depth(tmp_path: Path) -> None:
     model: Any = bert()
     exe = compiled("bert", model)
-    BertForPreTraining(bert(layers=2).config).save_pretrained(tmp_path / "deep")  # type: ignore[arg-type]
+    BertForPreTraining(bert(layers=2).config).save_pretrained(tmp_path / "deep")  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(
         ValueError, match=r"unknown to the model: bert\.encoder\.layer\.1\..* and 13 more: build the model"
     ):
@@ -314,7 +314,7 @@ class Own(nn.Module):
         hidden = self.embed(input_ids) * self.scale.sum()
         for layer in self.layers:
             hidden = layer(hidden)
-        return self.head(hidden)  # type: ignore[no-any-return]
+        return self.head(hidden)
 
 
 def test_a_module_of_ones_own_and_its_buffers(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hydragraph.cluster.failure.rank_registry import RankEntry, RankRegistry
 def test_ranks_of_two_machines() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     here, there = RankRegistry(store, "ns", "machine|1"), RankRegistry(store, "ns", "machine|2")
-    assert here.members() == here.machines() == ()  # type: ignore[comparison-overlap]
+    assert here.members() == here.machines() == ()
     members = [RankEntry(rank, f"host{rank}", WatchedProcess(100 + rank, rank)) for rank in range(4)]
     assert here.enter(members[2])
     assert not here.enter(members[0])

@@ -27,7 +27,7 @@ def test_what_was_kept_is_not_made_again(folder: Path) -> None:
     keep({"weights": torch.arange(5.0), "name": "a"}, "capture", "key")
     found = kept("capture", "key", made)
     assert found["name"] == "a"
-    assert torch.equal(found["weights"], torch.arange(5.0))  # type: ignore[arg-type]
+    assert torch.equal(found["weights"], torch.arange(5.0))  # pyrefly: ignore[bad-argument-type]
     assert [path.name for path in folder.iterdir()] == ["key"], "partial files are removed"
     assert kept("capture", "another key", lambda: 7) == 7
 

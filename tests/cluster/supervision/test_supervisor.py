@@ -102,7 +102,7 @@ def test_an_error_that_would_recur_ends_the_run_only_if_its_rank_holds_state(
 def test_a_new_leader_saves_its_record_although_the_newest_member_is_lost(store: Any) -> None:
     supervisor = Supervisor(Starts(broken=-1, fails=0, returns=0), store, 2, Elastic(min_ranks=1))
     saved: list[str] = []
-    supervisor._election = SimpleNamespace(write=lambda record: saved.append(record))  # type: ignore[assignment]
+    supervisor._election = SimpleNamespace(write=lambda record: saved.append(record))  # pyrefly: ignore[bad-assignment]
     supervisor._next = 4  # member 3 was on the previous leader's machine
     supervisor._save()
     assert json.loads(saved[0])["nodes"] == []

@@ -24,7 +24,7 @@ def test_named_models_have_the_sizes_of_their_names() -> None:
 
 def test_the_model_of_a_run() -> None:
     demo = Path(__file__).parents[3] / "examples/demo.yaml"
-    assert meta_model(str(demo)).config.num_hidden_layers == 8  # type: ignore[union-attr]
+    assert meta_model(str(demo)).config.num_hidden_layers == 8
     with pytest.raises(ValueError, match="--model nowhere: name one of tiny, small, 1b, 7b, or a run's YAML file"):
         meta_model("nowhere")
 

@@ -28,8 +28,8 @@ def test_what_ranks_send_is_what_the_link_says(home: Home, text: str) -> None:
     homes = HomeLayouts(home, 2).by_name(program.buckets)
     for i, strategy in enumerate(strategies):
         for direction in ("pull", "push"):
-            expected = traffic(program, layouts(program, strategy, homes), direction)  # type: ignore[arg-type]
-            found = over_ranks([rank[i][direction] for rank in per_rank])  # type: ignore[index]
+            expected = traffic(program, layouts(program, strategy, homes), direction)
+            found = over_ranks([rank[i][direction] for rank in per_rank])
             assert found.sent == expected.total
             assert (found.sent > 0) is (direction == "push" or home == EQUAL)  # of two ranks, each has everything
             assert found.overlap.alone_s > 0

@@ -33,8 +33,8 @@ def test_simulation(program: Program) -> None:
     strategy, cluster = Strategy.parse("2*<tp1,pp2>", program.layers), default_cluster(4)
     placed = layouts(program, strategy, HomeLayouts(EQUAL, 4).by_name(program.buckets))
     for direction in ("pull", "push"):
-        moved = traffic(program, placed, direction)  # type: ignore[arg-type]
-        found = simulated(program, Leg(direction, strategy, moved), cluster, 4096, 2)  # type: ignore[arg-type]
+        moved = traffic(program, placed, direction)
+        found = simulated(program, Leg(direction, strategy, moved), cluster, 4096, 2)
         slowest = cluster.within_node
         assert moved.most / slowest.bytes_per_s < found.alone_s < found.step_s
         assert 0 <= found.exposed_s <= found.alone_s + 1e-12

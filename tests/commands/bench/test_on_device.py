@@ -3,6 +3,7 @@
 `benchmarks/gpu.sh` runs all of it; `make test` runs the cheapest cases, so that this file itself keeps working.
 """
 
+# pyrefly: ignore-errors[bad-argument-count, bad-argument-type]
 from __future__ import annotations
 
 import logging

@@ -73,7 +73,7 @@ def test_a_fingerprint_tells_apart_what_may_differ() -> None:
     subject = CheckedModel(model, program)
     keys = [passed_checks.fingerprint(subject, "auto"), passed_checks.fingerprint(subject, "full")]
     keys.append(passed_checks.fingerprint(CheckedModel(own, capture(own)), "auto"))
-    own.secret = 3.0  # type: ignore[assignment]
+    own.secret = 3.0  # pyrefly: ignore[bad-argument-type]
     keys.append(passed_checks.fingerprint(CheckedModel(own, capture(own)), "auto"))
     weights = {"weight": torch.zeros(1, 4)}
     keys.append(

@@ -129,7 +129,7 @@ def test_a_copy_that_fails_leaves_the_verdict_to_the_model(monkeypatch: pytest.M
     widths = []
 
     def refused(subject: CheckedModel, *_: Any) -> None:
-        widths.append(subject.model.config.hidden_size)  # type: ignore[union-attr]
+        widths.append(subject.model.config.hidden_size)
         raise hg.Unsupported("differs", where="here", remedy="none")
 
     monkeypatch.setattr(LibraryModel, "narrowed", lambda *_: NarrowModel(narrow, program, ratio))

@@ -130,7 +130,7 @@ def test_every_block_is_checked_under_full_and_each_kind_under_auto(monkeypatch:
 
 def test_a_weight_that_distant_blocks_share_is_compared_as_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     model = randomised(small(layers=4))
-    model.stack[2].up, model.stack[3].down.weight = model.stack[1].up, model.stack[1].down.weight  # type: ignore
+    model.stack[2].up, model.stack[3].down.weight = model.stack[1].up, model.stack[1].down.weight
     monkeypatch.setattr("hydragraph.frontend.check.numeric_check.TOGETHER", 1)
     assert not check(CheckedModel(model, capture(model)), "full").problem
 
@@ -143,7 +143,7 @@ def test_a_block_that_occurs_twice_is_compared_with_its_buffers() -> None:
             self.register_buffer("scale", torch.rand(32) + 0.5)
 
         def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-            return self.inner(x, cu_seqlens) * self.scale  # type: ignore[no-any-return]
+            return self.inner(x, cu_seqlens) * self.scale
 
     model: Any = randomised(small(layers=2))
     first, second = map(Scaled, model.stack)
@@ -155,10 +155,10 @@ def test_a_block_that_occurs_twice_is_compared_with_its_buffers() -> None:
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_batch_norm_with_fixed_statistics_computes_what_it_does_alone(batched: bool) -> None:
     class Normed(nn.Sequential):
-        def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:  # type: ignore[override]
+        def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
             layer, norm = self
             x = layer(x, cu_seqlens)
-            return norm(x.mT[None])[0].mT if batched else norm(x)  # type: ignore[no-any-return]
+            return norm(x.mT[None])[0].mT if batched else norm(x)
 
     model = Own()
     for i, layer in enumerate(model.stack):
@@ -284,7 +284,7 @@ def test_zeros_hide_nothing() -> None:
     program, trained = captured("llama")
     model = copy.deepcopy(trained)  # other tests have it, too
     with torch.no_grad():
-        for layer in model.model.layers:  # type: ignore[union-attr]
+        for layer in model.model.layers:
             layer.mlp.down_proj.weight.zero_()
             layer.self_attn.o_proj.weight.zero_()
     with pytest.raises(hg.Unsupported, match=r"layer\.0"):
@@ -298,7 +298,7 @@ def test_a_model_that_cannot_run_alone_is_refused_as_not_checked() -> None:
     def never(*_given: Any, **_options: Any) -> Any:
         raise RuntimeError("only on Tuesdays")
 
-    model.forward = never  # type: ignore[method-assign]
+    model.forward = never
     with pytest.raises(hg.Unsupported, match=r"not checked: .*only on Tuesdays.*check='off'"):
         check_once.check_here(CheckedModel(model, program), "full")
     assert check_once.check_here(CheckedModel(model, program), "off") == ""

@@ -25,7 +25,7 @@ def of(**settings: Any) -> tuple[nn.Module, Program]:
     """Return a captured Llama whose config says more afterwards."""
     program, shared = captured("llama")
     model = copy.deepcopy(shared)  # other tests have it, too
-    model.config.update({"attention_chunk_size": None, "sliding_window": None} | settings)  # type: ignore[union-attr]
+    model.config.update({"attention_chunk_size": None, "sliding_window": None} | settings)
     return model, program
 
 
@@ -46,7 +46,7 @@ def test_what_is_too_long_is_said() -> None:
 
 def test_a_table_of_positions_bounds_lengths() -> None:
     model = randomised(small())
-    model.window = 500  # type: ignore[assignment]
+    model.window = 500  # pyrefly: ignore[bad-argument-type]
     assert max(lengths_of(model, capture(model), 1000).tokens) <= 128
 
 

@@ -99,7 +99,7 @@ def dropped(graph: fx.GraphModule, method: str) -> fx.GraphModule | None:
 def without(method: str, side: str, rank: int | None = None) -> Callable[[Variant, int], Variant]:
     def change(variant: Variant, index: int) -> Variant:
         graph = dropped(getattr(variant, side), method) if rank in (None, index) else None
-        return replace(variant, **{side: graph}) if graph is not None else variant  # type: ignore[arg-type]
+        return replace(variant, **{side: graph}) if graph is not None else variant  # pyrefly: ignore[bad-argument-type]
 
     return change
 
@@ -230,7 +230,7 @@ def refused_then_trained() -> tuple[str, float]:
             raise Unsupported("it is wrong", where="layer.0 in stages of kind <tp2>", remedy="none")
         right(self, strategy)
 
-    StageCheck.check = check  # type: ignore[method-assign]
+    StageCheck.check = check  # pyrefly: ignore[method-assign]
     sgd = lambda named: torch.optim.SGD(named, lr=0.1)  # noqa: E731
     exe = hg.compile(llama(layers=2), parse("<[0]x2r>+<[1]x2>"), sgd, device="cpu", check="full")
     with pytest.raises(Unsupported) as refused:

@@ -95,7 +95,7 @@ def _never(*_args: object, **_options: object) -> None:
 
 def from_folder(name: str, dtype: torch.dtype, folder: Path) -> dict[str, Tensor]:
     """On every rank: train from a folder in a process that cannot trace."""
-    frontend.capture = _never  # type: ignore[assignment]
+    frontend.capture = _never  # pyrefly: ignore[bad-assignment]
     vars(joint)["trace_joint"] = _never
     vars(graph_passes)["shard"] = _never
     return trained(name, folder, dtype)
@@ -212,7 +212,7 @@ def test_data_that_was_changed_and_signed_anew_is_refused(
 ) -> None:
     copied = tmp_path / "copy"
     shutil.copytree(folder, copied)
-    edit(copied, file, change)  # type: ignore[arg-type]
+    edit(copied, file, change)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(Refused, match=why):
         _first_layer(copied)
 

@@ -19,7 +19,7 @@ from tests.own_models import Own, weighted
 
 def changed_config() -> nn.Module:
     model = llama(layers=2)
-    model.config.rms_norm_eps = 1e-3
+    model.config.rms_norm_eps = 1e-3  # pyrefly: ignore[bad-argument-type]
     return model
 
 
@@ -57,7 +57,7 @@ def test_weights_and_what_only_generation_reads_do_not_differ() -> None:
     model = llama(layers=2)
     record = model_record(model)
     randomised(model, seed=5)
-    model.config.eos_token_id = 7
+    model.config.eos_token_id = 7  # pyrefly: ignore[bad-argument-type]
     assert differences(record, model_record(model)) == []
     with torch.device("meta"):
         assert differences(record, model_record(type(model)(model.config))) == []
@@ -114,7 +114,7 @@ def test_what_cannot_be_told_is_refused() -> None:
     with pytest.raises(hg.Unsupported, match=r"stack\.0 has hooks"):
         model_record(model)
     model = Own()
-    model.thing = object()  # type: ignore[assignment]
+    model.thing = object()  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(hg.Unsupported, match=r"Own\.thing: an object"):
         model_record(model)
 

@@ -44,7 +44,7 @@ def traced_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def capture(model: nn.Module, traces: bool, **options: object) -> Program:
     """Capture, and check whether that traced the model."""
     with mock.patch.object(frontend, "_captured", wraps=frontend._captured) as traced:
-        program = frontend.capture(model, **options)  # type: ignore[arg-type]
+        program = frontend.capture(model, **options)  # pyrefly: ignore[bad-argument-type]
     assert traced.called == traces
     return program
 
@@ -64,7 +64,7 @@ def place(model: nn.Module, dtype: torch.dtype = torch.float32, loss: Loss | Non
 def test_another_model_dtype_or_setting_has_another_place() -> None:
     frozen, changed = llama(layers=1), llama(layers=1)
     frozen.lm_head.weight.requires_grad_(False)
-    changed.model.norm.variance_epsilon = 1e-3
+    changed.model.norm.variance_epsilon = 1e-3  # pyrefly: ignore[bad-argument-type]
     places = [place(llama(layers=1)), place(llama(layers=1), torch.bfloat16), place(frozen), place(changed)]
     assert None not in places
     assert len(set(places)) == 4
@@ -75,11 +75,11 @@ def test_adapters_are_kept_by_their_settings_and_state() -> None:
     peft = pytest.importorskip("peft")
 
     def adapted(**settings: object) -> nn.Module:
-        return peft.get_peft_model(llama(layers=1), peft.LoraConfig(target_modules=["q_proj"], **settings))  # type: ignore
+        return peft.get_peft_model(llama(layers=1), peft.LoraConfig(target_modules=["q_proj"], **settings))
 
     rescaled, off = adapted(), adapted()
     rescaled.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").scaling["default"] = 3.0
-    off.get_submodule("base_model").disable_adapter_layers()  # type: ignore[operator]
+    off.get_submodule("base_model").disable_adapter_layers()
     places = [place(model) for model in (adapted(), adapted(r=4), adapted(lora_dropout=0.1), rescaled, off)]
     assert None not in places
     assert len(set(places)) == 5
@@ -93,17 +93,17 @@ def test_a_method_of_an_instance_counts_with_its_code() -> None:
     places = [place(llama(layers=1))]
     for function in (doubled, functools.wraps(doubled)(lambda self, x: 3 * x)):
         model = llama(layers=1)
-        model.model.norm.extra = MethodType(function, model.model.norm)
+        model.model.norm.extra = MethodType(function, model.model.norm)  # pyrefly: ignore[bad-argument-type]
         places.append(place(model))
     closing = llama(layers=1)
-    closing.model.norm.extra = MethodType(lambda self, x: x * places[0], closing.model.norm)
+    closing.model.norm.extra = MethodType(lambda self, x: x * places[0], closing.model.norm)  # pyrefly: ignore[bad-argument-type]
     assert place(closing) is None
     assert len({*places}) == len(places)
 
 
 def test_what_is_not_a_librarys_own_is_never_kept() -> None:
     def loss(outputs: object, batch: dict[str, Tensor]) -> Tensor:
-        return token_cross_entropy(outputs, batch)  # type: ignore[arg-type]
+        return token_cross_entropy(outputs, batch)
 
     class Norm(nn.Module):
         def __init__(self, norm: nn.Module) -> None:
@@ -114,7 +114,7 @@ def test_what_is_not_a_librarys_own_is_never_kept() -> None:
             return self.norm(hidden)
 
     changed = llama(layers=1)
-    changed.model.norm = Norm(changed.model.norm)  # type: ignore[arg-type, assignment]
+    changed.model.norm = Norm(changed.model.norm)  # pyrefly: ignore[bad-argument-type, method-assign]
     assert place(Own()) is None
     assert place(llama(layers=1), loss=loss) is None
     assert place(changed) is None

@@ -48,8 +48,8 @@ def test_interleaved_stages_are_one_row() -> None:
 
 @given(st.sampled_from(sorted(KINDS)), shapes(), st.sampled_from(["train", "evaluate"]))
 def test_every_schedule_passes_its_check_and_parses_back(kind: str, shape: ScheduleShape, mode: str) -> None:
-    schedule = schedule_of(kind, shape, mode)  # type: ignore[arg-type]
-    check(schedule, shape, mode)  # type: ignore[arg-type]
+    schedule = schedule_of(kind, shape, mode)
+    check(schedule, shape, mode)  # pyrefly: ignore[bad-argument-type]
     assert Schedule.parse(str(schedule)) == schedule
 
 

@@ -18,9 +18,9 @@ def check(problem: Problem, mixed_tp: bool, groups: str) -> bool:
     arguments = (problem.profile, problem.cluster, problem.layers, problem.batch, "exact")
     if math.isinf(expected):
         with pytest.raises(ValueError, match="no plan"):
-            metis.search(*arguments, mixed_tp=mixed_tp, groups=groups)  # type: ignore[arg-type]
+            metis.search(*arguments, mixed_tp=mixed_tp, groups=groups)  # pyrefly: ignore[bad-argument-type]
         return False
-    found = metis.search(*arguments, mixed_tp=mixed_tp, groups=groups)  # type: ignore[arg-type]
+    found = metis.search(*arguments, mixed_tp=mixed_tp, groups=groups)  # pyrefly: ignore[bad-argument-type]
     assert found.cost == pytest.approx(expected, rel=1e-9)
     assert metis.cost(found) == found.cost
     assert literal.can_train(found)

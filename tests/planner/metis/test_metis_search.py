@@ -51,7 +51,7 @@ def test_the_order_of_types_decides_what_metis_claims() -> None:
     one, two = (metis.search(made_up(), each, 6, 16, "naive") for each in (CLUSTER, other))
     assert one.steps == two.steps
     assert one.claimed != two.claimed
-    assert min(one.claimed, two.claimed) < min(one.cost, two.cost)  # type: ignore[type-var]
+    assert min(one.claimed, two.claimed) < min(one.cost, two.cost)  # pyrefly: ignore[bad-specialization]
 
 
 def test_profiles_are_stretched_and_clusters_of_hydragraph_understood() -> None:
@@ -65,7 +65,7 @@ def test_profiles_are_stretched_and_clusters_of_hydragraph_understood() -> None:
 
 def test_what_cannot_be_searched_is_said() -> None:
     with pytest.raises(ValueError, match="'order' is 'best': use 'naive', 'memory' or 'exact'"):
-        metis.search(made_up(), CLUSTER, 6, 16, "best")  # type: ignore[arg-type]
+        metis.search(made_up(), CLUSTER, 6, 16, "best")  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match="'groups' is 'all', but 'order' is"):
         metis.search(made_up(), CLUSTER, 6, 16, "naive", groups="all")
     small = Cluster({"new": DeviceType(46, 0.01)}, (("new", 4),))

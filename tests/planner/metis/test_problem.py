@@ -63,7 +63,7 @@ def test_what_is_no_plan_is_refused(change: dict[str, object], message: str) -> 
     problem = Problem(draw(0).profile, nodes, 8, 4)
     fields: dict[str, object] = {"groups": (2, 2), "degrees": ((1, 2), (2, 1)), "batches": 2, "layers": (1, 1)}
     with pytest.raises(ValueError, match=message):
-        Plan(types=("fast",), problem=problem, **(fields | change))  # type: ignore[arg-type]
+        Plan(types=("fast",), problem=problem, **(fields | change))  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_type_without_a_profile_is_named() -> None:

@@ -168,7 +168,7 @@ def test_steps_that_take_other_times_than_expected_lead_to_the_best_plan_by_meas
         (Health(), False, monitor.corrections)
     ]
     assert [event.event for event in events] == ["switch"]
-    assert not Controller(monitor).correct(), "ranks are only watched"  # type: ignore[arg-type]
+    assert not Controller(monitor).correct(), "ranks are only watched"  # pyrefly: ignore[bad-argument-type]
 
 
 def test_of_a_static_choice_only_the_strategy_in_use_counts_as_running() -> None:

@@ -28,7 +28,7 @@ def compared(expectation: ExpectedTimes, steps: list[Step]) -> list[tuple[int, E
 def test_it_is_told_once_after_enough_steps_without_those_that_compile() -> None:
     steps = [Step(9.0), *[Step(0.6)] * 9, Step(7.0, strategy="<tp2,pp1>"), *[Step(0.7, preparing_s=0.1)] * 29]
     found = compared(ExpectedTimes(), steps)
-    assert found == [(STEPS, ExpectedAndMeasured(0.5, pytest.approx(0.6), STEPS - 2))]  # type: ignore[arg-type]
+    assert found == [(STEPS, ExpectedAndMeasured(0.5, pytest.approx(0.6), STEPS - 2))]  # pyrefly: ignore[bad-argument-type]
     assert str(found[0][1]) == "expected 0.5 s per step, measured 0.6 s (20% more; median of 18 steps)"
 
 

@@ -199,7 +199,7 @@ def train(config: TrainConfig, follows: bool) -> list[tuple[float, ...]]:
         buckets = executor.program.buckets
         cost = StateCosts(1e6, 12, 1e4)  # parts of a bucket: steps take milliseconds
         following = ReshardPolicy(executor.owners, world.ranks, buckets, cost, config.steps)
-        return Controller(Judged(), None, following if follows else None)  # type: ignore[arg-type]
+        return Controller(Judged(), None, following if follows else None)  # pyrefly: ignore[bad-argument-type]
 
     class Watching:
         def __getattr__(self, name: str) -> Any:
@@ -215,12 +215,12 @@ def train(config: TrainConfig, follows: bool) -> list[tuple[float, ...]]:
             homes.append(tuple(home.shares or ()))
             rehome(home)
 
-        exe.rehome = noted  # type: ignore[method-assign]
+        exe.rehome = noted  # pyrefly: ignore[method-assign]
         return exe
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "controller_of", controller)
-        loop.train(config, "new", compiled, Watching())  # type: ignore[arg-type]
+        loop.train(config, "new", compiled, Watching())  # pyrefly: ignore[bad-argument-type]
     return homes
 
 
@@ -244,8 +244,8 @@ def test_the_loop_moves_one_part_beside_each_step_and_trains_every_step_once(tmp
 
     def compiled(*args: Any, **named: Any) -> PlainExecutor:
         exe = compile_plain(*args, **named)
-        exe.rehome = lambda home: moves.append((exe.steps, home))  # type: ignore[attr-defined]
-        exe.promise = lambda *_: promises.append(exe.steps)  # type: ignore[method-assign]
+        exe.rehome = lambda home: moves.append((exe.steps, home))
+        exe.promise = lambda *_: promises.append(exe.steps)  # pyrefly: ignore[bad-assignment, method-assign]
         return exe
 
     seldom = {"evaluate_every": 0, "checkpoint_every": 0}
@@ -298,14 +298,14 @@ def train_in_phases(config: TrainConfig, prices: bool) -> list[Home]:
             homes.append(home)
             rehome(home)
 
-        exe.rehome = noted  # type: ignore[method-assign]
+        exe.rehome = noted  # pyrefly: ignore[method-assign]
         return exe
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reshard_policy, "MIX", 2)
         patch.setattr(reshard_policy, "COOLDOWN", 2)
         patch.setattr(Run, "strategy_of", lambda run, step: run.executor.strategies[step > 6])
-        loop.train(config, "new", compiled, Watching())  # type: ignore[arg-type]
+        loop.train(config, "new", compiled, Watching())  # pyrefly: ignore[bad-argument-type]
     return homes
 
 
