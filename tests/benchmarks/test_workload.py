@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -48,7 +50,7 @@ def test_two_micro_batches_by_hand() -> None:
 
 
 @given(COSTS, st.integers(1, 4), st.randoms(use_true_random=False))
-def test_it_is_the_longest_path(costs: list[float], stages: int, random) -> None:  # type: ignore[no-untyped-def]
+def test_it_is_the_longest_path(costs: list[float], stages: int, random: Random) -> None:
     order = list(range(len(costs)))
     random.shuffle(order)
     end = pipeline_seconds([costs[m] for m in order], stages)

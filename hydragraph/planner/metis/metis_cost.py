@@ -223,7 +223,7 @@ def samples_of(tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: i
         return np.full(dp, -1, dtype=np.int64)
     speed = 1.0 / tables.upto[:, d, m, tables.share.size][first]
     exact = samples * (speed / speed.sum())
-    replica_samples = exact.astype(np.int64)
+    replica_samples: Ints = exact.astype(np.int64)
     over = exact - replica_samples
     for _ in range(samples - replica_samples.sum()):
         largest = np.argmax(over)

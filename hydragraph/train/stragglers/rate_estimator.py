@@ -8,9 +8,9 @@ kind of stage, on one type of device). Three unknowns explain the ratio:
 - factor: the error of the cost model for a kind of work; estimated as the median over iterations and healthy ranks.
 - common: a slowdown of all ranks, as on a busy machine; estimated as the lower median over ranks.
 - rate: the remaining slowdown of a rank. A rank becomes a straggler when, in NEEDED of the last OF iterations, its
-  slowdown exceeds both `enter` and CERTAIN times the scatter of healthy ranks. If the scatter is so large that the second
-  limit exceeds the square of `enter`, twice as many iterations count and are needed. A straggler becomes healthy when its
-  slowdown is below `leave` in NEEDED of OF iterations.
+  slowdown exceeds both `enter` and CERTAIN times the scatter of healthy ranks. If the scatter is so large that the
+  second limit exceeds the square of `enter`, NEEDED and OF are doubled. A straggler becomes healthy when its slowdown
+  is below `leave` in NEEDED of OF iterations.
 - scatter: the larger of 1.4826 times the median deviation and half of the 95th percentile of the deviations. Both
   estimate the standard deviation of normally distributed errors; the percentile also detects bursts.
 

@@ -58,6 +58,7 @@ def test_only_plans_with_shared_stages_are_simulated(monkeypatch: pytest.MonkeyP
     plans = staged(costs, 8, 256, "exact")
     for plan in plans:
         if not plan.strategy.shares:
+            assert plan.assignment is not None
             assert plan.seconds == costs.pipelines_end(plan.strategy, plan.assignment)
     assert plans
 
@@ -116,6 +117,7 @@ def test_stages_of_different_degrees_are_laid_out_over_all_sequences() -> None:
     )  # the slow ones first
     plan = laid_out(costs, devices, found, 256, recompute=False)
     assert plan is not None
+    assert plan.assignment is not None
     assert plan.strategy.name == "<[2]x2,[0,1]x4> + <[3]x2,[0,1]x4>"
     assert plan.assignment.counts == (2, 2)
     assert [len(batch) for batches in plan.assignment.micro_batches for batch in batches] == [2] * 4
