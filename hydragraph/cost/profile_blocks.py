@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Protocol
 
 from hydragraph.cost.block_pieces import AUX, GRADIENT_BYTES, BlockPiece
 from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-if TYPE_CHECKING:
-    from hydragraph.cost.pricing import Pricing
+
+class ProfileCosts(Protocol):
+    """Costs from a profile: `cost.pricing.Pricing`."""
+
+    profile: Profile
+    cluster: Cluster
+    push_itemsize: int
+    sizes: ModelSizes
+
+    def pieces(self, type_: str, kind: StageKind) -> Mapping[str, BlockPiece]: ...
 
 
 class ProfileBlocks:
     """Approximate memory of blocks, equal on all device types, with the interface of `CompiledBlocks`."""
 
-    def __init__(self, costs: Pricing) -> None:
-        self.outline = costs.outline
-        self.buckets = costs.buckets
+    def __init__(self, costs: ProfileCosts) -> None:
+        self.outline = costs.sizes.outline
+        self.buckets = costs.sizes.buckets
         self.itemsize = costs.sizes.itemsize
         self.push_itemsize = costs.push_itemsize
         self.hidden_bytes = costs.sizes.hidden_bytes
         self._costs = costs
         self._templates = dict(zip(self.outline.blocks, costs.profile.blocks, strict=True))
-        by_kind = costs.profiles[0].pieces.values()
+        by_kind = costs.profile.of(next(iter(costs.cluster.types))).pieces.values()
         held = next((pieces[AUX].held for pieces in by_kind if AUX in pieces), None)
         self._aux_bytes = held.output[1] if held else 0.0
 
