@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hydragraph.cluster.communicators import Groups
 from hydragraph.runtime.device_reports import DeviceReport, report_devices, types_of
-from hydragraph.runtime.link_measurement import MeasuredLinks, measure_links
+from hydragraph.runtime.link_measurement import MeasuredLinks, equalized, measure_links
 from hydragraph.runtime.profile_measurement import DevicePlace
 from hydragraph.spec.cluster import Cluster, Device, Interconnect, Node
 
@@ -82,6 +82,8 @@ def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: Mea
         local = Interconnect(min(report.memory_bytes_per_s for report in reports if report.node == node), 0.0)
         inner.append(links.inner[host] or local)
         outer.append(links.outer[host] or inner[-1])  # a single host has no network
+    inner = equalized(inner)
+    outer = equalized(outer)
     numbers = [device.node for device in devices]
     if numbers != sorted(numbers):
         within, between = (min(node_links, key=lambda link: link.bytes_per_s) for node_links in (inner, outer))

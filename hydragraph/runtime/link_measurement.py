@@ -22,6 +22,9 @@ SIZES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
 LONGEST_S = 0.1  # if a message takes longer, no larger messages are sent
 REPEATS = 3
 ROUNDS = 8  # maximum partners of each node
+# Minimum ratio of the bandwidths, and maximum ratio of the latencies, of links that count as equal.
+ALIKE = 0.8
+LATER = 2.0
 
 Pair = tuple[int, int]  # sender and receiver
 Messages = tuple[tuple[int, float], ...]  # bytes and seconds
@@ -180,6 +183,32 @@ def link_of(messages: Messages) -> Interconnect:
     latency = messages[0][1]
     size, seconds = messages[-1]
     return Interconnect(size / max(seconds - latency, 0.1 * seconds), latency)
+
+
+def equalized(links: Sequence[Interconnect]) -> list[Interconnect]:
+    """Give nearly equal links the slowest bandwidth and latency among them.
+
+    Measurements of equal links differ, but a planner should treat nodes with equal links as interchangeable.
+    """
+    groups: list[list[Interconnect]] = []
+    for link in sorted(links, key=lambda each: (-each.bytes_per_s, each.latency_s)):
+        alike = (group for group in groups if _are_alike(link, group))
+        group = next(alike, None)
+        if group is None:
+            groups.append([link])
+        else:
+            group.append(link)
+    slowest = {
+        link: Interconnect(min(g.bytes_per_s for g in group), max(g.latency_s for g in group))
+        for group in groups
+        for link in group
+    }
+    return [slowest[link] for link in links]
+
+
+def _are_alike(link: Interconnect, group: Sequence[Interconnect]) -> bool:
+    latencies = [other.latency_s for other in (link, *group)]
+    return link.bytes_per_s >= ALIKE * group[0].bytes_per_s and max(latencies) <= LATER * min(latencies)
 
 
 def _slower(*links: Interconnect | None) -> Interconnect | None:

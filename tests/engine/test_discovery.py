@@ -50,3 +50,12 @@ def test_ranks_that_alternate_between_types_are_listed_with_the_slowest_links(tm
     assert (found.cluster.link(0, 2), found.cluster.link(0, 3)) == (INNER, OUTER)
     found.cluster.save(tmp_path / "cluster.yaml")
     assert Cluster.load(tmp_path / "cluster.yaml") == found.cluster
+
+
+def test_nodes_whose_links_are_measured_nearly_equal_have_equal_links() -> None:
+    reports = tuple(replace(ONE, node=f"n{i // 2}", host=f"host{i // 2}") for i in range(8))
+    outer = tuple(Interconnect(bandwidth, 1e-4) for bandwidth in (25e6, 24e6, 26e6, 5e6))
+    inner = tuple(Interconnect(bandwidth, 1e-6) for bandwidth in (9e10, 1e11, 1e11, 1e11))
+    cluster = cluster_of(reports, types_of(reports), MeasuredLinks(inner, outer, outer, (1,) * 4))
+    assert [cluster.node(n).outer.bytes_per_s for n in range(4)] == [24e6, 24e6, 24e6, 5e6]
+    assert {cluster.node(n).inner for n in range(4)} == {Interconnect(9e10, 1e-6)}
