@@ -20,7 +20,7 @@ from hydragraph.planner.generators.group_prices import DeviceSite, LayerPrices, 
 
 T = TypeVar("T")
 
-# Maximum splits of a node with stragglers, and combinations of degrees.
+# Maximum splits of a node with stragglers, and combinations of degrees to try in full.
 SPLITS = 3
 COMBINATIONS = 256
 
@@ -112,12 +112,9 @@ def groupings(
     largest = {site: max(len(n.devices) for n in nodes if n.site == site) for site in sites}
     degrees = {site: prices.degrees(site, largest[site]) for site in sites}
     seconds = {site: {tp: min(o.layer_s for o in prices.options(site, tp)) for tp in degrees[site]} for site in sites}
-    choices = list(product(*(degrees[site] for site in sites)))
-    if symmetric:
-        choices = [choice for choice in choices if len(set(choice)) == 1]
+    choices = _equal_degrees(degrees) if symmetric else _degrees(degrees)
     distinct_groupings: dict[tuple[Group, ...], None] = {}
-    for choice in choices[:COMBINATIONS]:
-        degree = dict(zip(sites, choice, strict=True))
+    for degree in choices:
         depth = SPLITS if split and any(node.uneven for node in nodes) else 1
         for place in range(depth):
             groups: list[Group] = []
@@ -126,6 +123,44 @@ def groupings(
                 groups += _groups(node, shape)
             distinct_groupings[tuple(groups)] = None
     return list(distinct_groupings)
+
+
+def _equal_degrees(degrees: Mapping[DeviceSite, Sequence[int]]) -> Iterator[dict[DeviceSite, int]]:
+    for degree in sorted(set.intersection(*map(set, degrees.values()))):
+        yield dict.fromkeys(degrees, degree)
+
+
+def _degrees(degrees: Mapping[DeviceSite, Sequence[int]]) -> Iterator[dict[DeviceSite, int]]:
+    """Yield combinations of the sites' degrees.
+
+    If all combinations are too many, sites of one type get the same limit of the degree. If these combinations are
+    still too many, at most one type has another limit than the others.
+    """
+    if math.prod(map(len, degrees.values())) <= COMBINATIONS:
+        for choice in product(*degrees.values()):
+            yield dict(zip(degrees, choice, strict=True))
+        return
+    if not all(degrees.values()):
+        return
+    limits: dict[str, list[int]] = {}
+    for site, able in degrees.items():
+        limits[site.type] = sorted({*limits.get(site.type, ()), *able})
+    for of_type in _limits(limits):
+        yield {
+            site: max((d for d in able if d <= of_type[site.type]), default=able[0]) for site, able in degrees.items()
+        }
+
+
+def _limits(limits: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
+    if math.prod(map(len, limits.values())) <= COMBINATIONS:
+        for choice in product(*limits.values()):
+            yield dict(zip(limits, choice, strict=True))
+        return
+    for common in sorted({limit for able in limits.values() for limit in able}):
+        equal = dict.fromkeys(limits, common)
+        yield equal
+        for name, able in limits.items():
+            yield from ({**equal, name: limit} for limit in able if limit != common)
 
 
 def _split(

@@ -6,8 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.planner.generators.device_groups import NodeDevices, groupings, nodes_of, power, regular, splits
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.planner.generators import device_groups
+from hydragraph.planner.generators.device_groups import (
+    COMBINATIONS,
+    NodeDevices,
+    groupings,
+    nodes_of,
+    power,
+    regular,
+    splits,
+)
 from hydragraph.planner.generators.group_prices import LayerPrices, site_of
+from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.health import Health
 from tests.cost import priced
 
@@ -77,6 +89,34 @@ def test_symmetric_groupings_have_one_degree() -> None:
     symmetric = groupings(costs, prices, nodes_of(costs), symmetric=True)
     assert {tuple(sorted({g.form.tp for g in groups})) for groups in both} == {(1,), (2,), (1, 2)}
     assert {tuple(sorted({g.form.tp for g in groups})) for groups in symmetric} == {(1,), (2,)}
+
+
+@pytest.mark.parametrize("types", [1, 7])
+def test_many_different_nodes_have_few_groupings_and_every_degree(types: int) -> None:
+    """All combinations of degrees of 16 nodes would be millions."""
+    names = ("fast", "slow", "odd", "a", "b", "c", "d")[:types]
+    links = (Interconnect(1e9 + i, 1e-6) for i in range(16))
+    nodes = [Node(names[i % types], 2, link, link) for i, link in enumerate(links)]
+    cluster = Cluster.of(dict.fromkeys(names, DeviceType(1e15, 10**9, 1e12)), tuple(nodes))
+    costs = Costs(Profile.merge([priced.profile(4, name) for name in names]), cluster)
+    found = groupings(costs, LayerPrices(costs, [100]), nodes_of(costs))
+    assert len(found) <= COMBINATIONS
+    degrees = {tuple({group.site.type: group.tp for group in groups}.values()) for groups in found}
+    assert (1,) * types in degrees
+    assert (2,) * types in degrees
+    assert all(any(each[i] == tp for each in degrees) for i in range(types) for tp in (1, 2))
+
+
+def test_types_share_degrees_if_all_combinations_of_nodes_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_groups, "COMBINATIONS", 4)
+    able = {
+        site_of(priced.costs(4, priced.cluster(4)), 0)._replace(type=name, cards=cards): (1, 2, 4)[: 3 - (cards > 1)]
+        for name in "ab"
+        for cards in (1.0, 2.0)
+    }
+    found = [tuple(choice.values()) for choice in device_groups._degrees(able)]
+    assert {(1, 1, 1, 1), (2, 2, 2, 2), (4, 2, 4, 2), (4, 2, 1, 1), (1, 1, 4, 2)} <= set(found)
+    assert (1, 2, 1, 1) not in found
 
 
 def test_a_device_that_no_group_takes_stays_idle() -> None:
