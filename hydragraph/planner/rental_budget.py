@@ -6,7 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from heapq import heappop, heappush
+from itertools import islice
 
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
@@ -18,6 +19,9 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
 ROUNDING = 1e-9  # relative tolerance for sums of prices
+# Maximum combinations of nodes to compare, and incomplete combinations to examine.
+MOST = 256
+EXAMINED = 5_000
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,9 @@ def offers(
     """
     rental_offers: list[RentalOffer] = []
     refused: Unsupported | None = None
-    every = [costs.of_ranks(ranks, Home(copies=costs.home.copies)) for ranks in affordable(costs, prices, budget)]
+    every = [
+        costs.of_ranks(ranks, Home(copies=costs.home.copies)) for ranks in affordable(costs, workload, prices, budget)
+    ]
     least = [bound(some, workload.batches) for some in every]
     for i in sorted(range(len(every)), key=least.__getitem__):
         if rental_offers and least[i] >= min(offer.plan.seconds for offer in rental_offers):
@@ -88,27 +94,63 @@ def _without_idle_nodes(costs: Costs, plan: Callable[[Costs], Plan]) -> tuple[Co
     return (some, chosen) if chosen.seconds <= whole.seconds * (1 + NEAR) else (costs, whole)
 
 
-def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[int, ...]]:
-    """Return the ranks of every maximal combination of whole nodes that the budget pays for."""
+def affordable(costs: Costs, workload: Workload, prices: RentalPrices, budget: float) -> list[tuple[int, ...]]:
+    """Return the ranks of the maximal combinations of whole nodes that the budget pays for.
+
+    If there are more than `MOST`, return those with the most computing power.
+    """
     prices.check_budget(budget, costs.health.lost)
     kinds: dict[object, list[list[int]]] = {}
     for number, ranks in prices.nodes(costs.health.lost).items():
         kinds.setdefault(kind_of(costs, number), []).append(ranks)
     every = list(kinds.values())
     node_prices = [prices.hour(alike[0]) for alike in every]
+    powers = [1 / bound(costs.of_ranks(alike[0], Home()), workload.batches) for alike in every]
+    combinations = _maximal(node_prices, [len(alike) for alike in every], powers, budget)
     return [
         tuple(
             sorted(rank for alike, count in zip(every, counts, strict=True) for some in alike[:count] for rank in some)
         )
-        for counts in _maximal(node_prices, [len(alike) for alike in every], budget)
+        for counts in islice(combinations, MOST)
     ]
 
 
-def _maximal(each: Sequence[float], most: Sequence[int], budget: float) -> Iterator[tuple[int, ...]]:
+def _maximal(
+    each: Sequence[float], most: Sequence[int], powers: Sequence[float], budget: float
+) -> Iterator[tuple[int, ...]]:
+    """Yield the maximal numbers of nodes of each kind, in descending order of power."""
     limit = budget * (1 + ROUNDING)
-    able = [many if price * many <= limit else int(limit / price) for price, many in zip(each, most, strict=True)]
-    for counts in product(*(range(count + 1) for count in able)):
-        total = math.fsum(price * count for price, count in zip(each, counts, strict=True))
-        further = (total + price for price, count, many in zip(each, counts, most, strict=True) if count < many)
-        if total <= limit < min(further, default=math.inf):
-            yield counts
+    kinds = sorted(range(len(each)), key=lambda kind: each[kind] / powers[kind] if powers[kind] else math.inf)
+
+    def numbers(kind: int, left: float) -> range:
+        if not each[kind]:
+            return range(most[kind], most[kind] + 1)
+        return range(min(most[kind], int(left / each[kind])) + 1)
+
+    def highest(counts: Sequence[int], left: float) -> float:
+        """Return an upper bound on the power of combinations that begin with `counts`."""
+        power = math.fsum(powers[kind] * count for kind, count in zip(kinds, counts, strict=False))
+        for kind in kinds[len(counts) :]:
+            count = min(most[kind], left / each[kind]) if each[kind] else most[kind]
+            power += powers[kind] * count
+            left -= each[kind] * count
+        return power
+
+    heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    found = False
+    examined = 0
+    while heap and (examined < EXAMINED or not found):
+        examined += 1
+        # Without a result so far, complete the combination with the most nodes.
+        if examined > EXAMINED:
+            heap = [max(heap, key=lambda each: (len(each[1]), each[1]))]
+        _, counts = heappop(heap)
+        left = limit - math.fsum(each[kind] * count for kind, count in zip(kinds, counts, strict=False))
+        if len(counts) == len(kinds):
+            if not any(count < most[kind] and each[kind] <= left for kind, count in zip(kinds, counts, strict=True)):
+                found = True
+                yield tuple(count for _, count in sorted(zip(kinds, counts, strict=True)))
+            continue
+        kind = kinds[len(counts)]
+        for count in numbers(kind, left):
+            heappush(heap, (-highest((*counts, count), left - each[kind] * count), (*counts, count)))

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.measured_profile import Profile
 from hydragraph.planner.plan import NEAR
-from hydragraph.planner.rental_budget import affordable, offers
+from hydragraph.planner.rental_budget import MOST, affordable, offers
 from hydragraph.planner.rental_price import RentalPrices
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from hydragraph.spec.home import Home
@@ -60,9 +61,9 @@ def test_no_node_can_be_added_to_what_is_affordable(fast: int, slow: int, a: int
     prices = prices_of(costs, {"fast": a, "slow": b})
     if not able:
         with pytest.raises(ValueError, match=rf"--budget {budget}: the cheapest node costs \$"):
-            affordable(costs, prices, budget)
+            affordable(costs, WORK, prices, budget)
         return
-    assert {counted(costs, ranks) for ranks in affordable(costs, prices, budget)} == wanted
+    assert {counted(costs, ranks) for ranks in affordable(costs, WORK, prices, budget)} == wanted
 
 
 @only("7.0")
@@ -71,7 +72,7 @@ def test_no_affordable_nodes_train_faster(budget: float) -> None:
     costs = costs_of(2, 3)
     prices = prices_of(costs, {"fast": 2.5, "slow": 1.0})
     found = offers(costs, WORK, prices, budget, planned)
-    every = [planned(costs.of_ranks(ranks, Home())).seconds for ranks in affordable(costs, prices, budget)]
+    every = [planned(costs.of_ranks(ranks, Home())).seconds for ranks in affordable(costs, WORK, prices, budget)]
     best = found[0]
     assert best.plan.seconds <= min(every) * (1 + NEAR)
     assert best.per_hour <= budget
@@ -82,10 +83,26 @@ def test_no_affordable_nodes_train_faster(budget: float) -> None:
     assert best.sentence(WORK).endswith(f"${million:.4g} per million tokens")
 
 
+def test_a_large_market_has_few_combinations_to_compare_and_the_most_powerful_first() -> None:
+    """Of ten kinds with ten nodes each, 11^10 combinations could be rented."""
+    names = [f"t{i}" for i in range(10)]
+    types = {name: DeviceType((2 + i) * 1e14, 10**9, 1e12) for i, name in enumerate(names)}
+    cluster = Cluster.of(types, tuple(Node(name, 1, priced.FAST, priced.SLOW, count=10) for name in names))
+    profiles = [priced.profile(2, name, 1 / (2 + i)) for i, name in enumerate(names)]
+    costs = Costs(Profile.merge(profiles), cluster)
+    prices = prices_of(costs, {name: 1.0 + i + 0.1 * i * i for i, name in enumerate(names)})
+    found = affordable(costs, WORK, prices, 55.0)
+    assert 1 <= len(found) <= MOST
+    assert all(prices.hour(ranks) <= 55.0 for ranks in found)
+    powers = [sum(2 + names.index(cluster.type_of(rank)) for rank in ranks) for ranks in found]
+    assert powers == sorted(powers, reverse=True)
+    assert len(set(found)) == len(found)
+
+
 def test_lost_devices_are_not_rented_and_nodes_that_are_too_small_are_passed_over() -> None:
     costs = costs_of(1, 2, health=hg.Health({2: float("inf")}))
     prices = prices_of(costs, {"fast": 5.0, "slow": 1.0})
-    assert affordable(costs, prices, 1.0) == [(3,)]
+    assert affordable(costs, WORK, prices, 1.0) == [(3,)]
     small = costs_of(1, 1, memory=100_000)
     with pytest.raises(hg.Unsupported, match="nothing fits"):
         offers(small, WORK, prices_of(small, {"fast": 1.0, "slow": 1.0}), 2.0, planned)
@@ -104,4 +121,4 @@ def test_nodes_without_work_are_not_rented() -> None:
 def test_a_budget_that_is_no_price_is_refused(budget: float) -> None:
     costs = costs_of(1, 1)
     with pytest.raises(ValueError, match=r"--budget .*: give dollars per hour, such as 20"):
-        affordable(costs, prices_of(costs, {"fast": 1.0, "slow": 1.0}), budget)
+        affordable(costs, WORK, prices_of(costs, {"fast": 1.0, "slow": 1.0}), budget)
