@@ -412,11 +412,14 @@ class Cluster:
         """Read a cluster from a YAML file."""
         data = load_yaml(path)
         try:
-            if not isinstance(data, dict) or not {"nodes", "types", "pairs"} & set(data):
+            if data is None:
+                raise ValueError("the file is empty: list nodes, as in docs/mixed_gpus.md")
+            names = set(data) if isinstance(data, dict) else set()
+            if names & {"devices", "within_node", "between_nodes"} and not names & {"nodes", "types", "pairs"}:
                 flat = from_record(_Devices, data, name="cluster")
                 _check_units("", data)
                 return cls(flat.devices, flat.within_node, flat.between_nodes)
-            nodes = from_record(_Nodes, _with_built_in(data), name="cluster")
+            nodes = from_record(_Nodes, _with_built_in(data) if isinstance(data, dict) else data, name="cluster")
             _check_units("", data)
             return cls.of(nodes.types, nodes.nodes, nodes.pairs)
         except ValueError as error:

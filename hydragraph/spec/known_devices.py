@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
 
 UNKNOWN = 0.65
@@ -100,8 +101,9 @@ def built_in(name: str) -> Datasheet | None:
 
 
 def similar(name: str) -> list[str]:
-    """Return the built-in names that begin like `name`, or all if there are none."""
-    return [known_name for known_name in KNOWN if _plain(known_name).startswith(_plain(name))] or [*KNOWN]
+    """Return the built-in names that begin with `name`, or else the most similar name, or else all names."""
+    beginning = [known_name for known_name in KNOWN if _plain(known_name).startswith(_plain(name))]
+    return beginning or get_close_matches(name.lower(), KNOWN, n=1) or [*KNOWN]
 
 
 def _plain(name: str) -> str:

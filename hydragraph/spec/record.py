@@ -69,6 +69,8 @@ def _mistake(error: yaml.YAMLError) -> str:
     if remedy.startswith("its ") and error.context_mark is not None:
         mark = error.context_mark
     found = (mark.buffer or "")[mark.pointer : mark.pointer + 1]
+    if found == "\0" and "FOUND" in remedy:  # PyYAML ends a text with this character
+        remedy = "the text ends here, but a bracket is not closed: add the missing ']' or '}'"
     return f"line {mark.line + 1}, column {mark.column + 1}: {remedy.replace('FOUND', repr(found))}"
 
 

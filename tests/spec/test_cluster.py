@@ -23,6 +23,11 @@ links = st.builds(Interconnect, positive, st.floats(0, 1))
 devices = st.builds(Device, positive, st.integers(10**5, 10**13), positive, st.integers(0, 3))
 clusters = st.builds(Cluster, st.lists(devices, min_size=1, max_size=4).map(tuple), links, links)
 
+NODES_OF = (
+    "nodes: [{{type: {}, devices: 8, inner: {{bytes_per_s: 1e9, latency_s: 0}}, "
+    "outer: {{bytes_per_s: 1e9, latency_s: 0}}}}]"
+)
+
 
 @given(clusters)
 def test_yaml_reads_back(cluster: Cluster) -> None:
@@ -196,6 +201,23 @@ def test_links_can_be_scaled(tmp_path: Path) -> None:
     assert both.scaled("within_node", 2).link(0, 1).bytes_per_s == 900e9
     with pytest.raises(ValueError, match="scale 'within_node' or 'between_nodes'"):
         both.scaled("nvlink", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is empty: list nodes"),
+        ("h100-sxm: 8", "cluster: unknown field 'h100-sxm': known fields are nodes, types, pairs"),
+        ("[1]", "cluster: expected a mapping with nodes, types, pairs"),
+        (NODES_OF.format("A100"), "or a built-in type: a100-40gb, a100-80gb"),
+        (NODES_OF.format("h100-sxmm"), "or a built-in type: h100-sxm"),
+        (NODES_OF.format("mine"), "or a built-in type: a100-40gb, a100-80gb, h100-sxm, "),
+    ],
+)
+def test_a_file_that_is_no_cluster_is_refused_in_the_form_of_the_docs(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "cluster.yaml").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Cluster.load(tmp_path / "cluster.yaml")
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ def test_dates_and_numbers_that_yaml_1_1_would_convert_are_text(text: str) -> No
             "line 3, column 2: the indentation differs from the lines before it: indent all fields",
         ),
         ("name: a: b", "line 1, column 8: a ':' is not allowed here: indent all fields of a section equally"),
+        ("name: [", "line 1, column 8: the text ends here, but a bracket is not closed: add the missing ']' or '}'"),
         ("name: ]", "line 1, column 7: ']' is where a value is expected: write the value before it, or null"),
         ("name: a\n---\nname: b", "line 2, column 1: a second document begins: keep one document per file"),
         ("name: |x\n a", "line 1, column 8: expected chomping or indentation indicators, but found 'x'"),
