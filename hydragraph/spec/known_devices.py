@@ -92,12 +92,10 @@ KNOWN: Mapping[str, Datasheet] = MappingProxyType(
 def built_in(name: str) -> Datasheet | None:
     """Return the datasheet that a cluster file names, such as "a100-80gb", "RTX 4090" or "H100"; None if unknown."""
     plain = _plain(name)
-    named = (
-        sheet
-        for known_name, sheet in KNOWN.items()
-        if plain in (_plain(known_name), _plain(known_name).removeprefix("rtx"))
-    )
-    return KNOWN.get(name) or next(named, None) or sheet_of(name)
+    for known_name, sheet in KNOWN.items():
+        if plain in (_plain(known_name), _plain(known_name).removeprefix("rtx")):
+            return sheet
+    return None
 
 
 def similar(name: str) -> list[str]:
@@ -107,7 +105,9 @@ def similar(name: str) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"(?<=[-_ ]\d\d)gb?$|[^a-z0-9]", "", name.lower())
+    """Return a name without vendor, form factor, unit and separators: "a10080" for "NVIDIA A100-SXM4-80GB"."""
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return "".join(re.sub(r"^(\d\d)gb?$|^(nvidia|amd|geforce|tesla|instinct|sxm\d?)$", r"\1", word) for word in words)
 
 
 def known(flops_per_s: float, memory_bytes_per_s: float, name: str = "") -> Datasheet | None:

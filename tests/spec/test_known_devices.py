@@ -47,7 +47,7 @@ def test_a_built_in_type_may_be_written_as_people_write_it(written: str, name: s
     assert built_in(written) is KNOWN[name]
 
 
-@pytest.mark.parametrize("name", ["A100", "V100", "mine", "", "h"])
+@pytest.mark.parametrize("name", ["A100", "V100", "mine", "", "h", "h100-pciee"])
 def test_a_name_of_several_types_or_of_none_is_unknown(name: str) -> None:
     assert built_in(name) is None
 
