@@ -142,7 +142,7 @@ def _captured(
         huggingface.use_packed_attention(copied)
     path, layers = block_list(copied, blocks)
     separate_repeated(layers)
-    keys = {id(block): structure(block, index=False) for block in entries(layers)}
+    keys = {id(block): structure(block, index=False, constants=True) for block in entries(layers)}
     call = huggingface.caller(copied) if is_huggingface else custom_modules.caller(copied, fields)
     traced = TracedModel(copied, call, meta_loss(loss or token_cross_entropy))
     if loss is not None or not is_huggingface or not huggingface.is_library_class(model):

@@ -6,8 +6,9 @@ import enum
 import functools
 import hashlib
 import logging
+import sys
 from collections.abc import Callable, Mapping
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,19 +23,25 @@ _PLAIN: tuple[type, ...] = (*PLAIN, torch.Size, range, slice)
 _TENSORS = ("_parameters", "_buffers", "_modules")
 LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")  # usual names of a block's index
 _BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")  # attributes that do not describe a module
+# Members of a class that do not describe it, or whose description would differ between processes.
+_NOT_DESCRIBED = frozenset({"__dict__", "__weakref__", "__doc__", "_abc_impl", "__orig_bases__", "__parameters__"}) | {
+    *("__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"),
+    *("__dataclass_fields__", "__dataclass_params__"),
+}
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE, set for classes defined in Python
-_LARGEST = 20_000  # values; a larger structure is treated as unique
+_LARGEST = 20_000  # values; a larger structure or tensor is treated as unique
 
 
-def structure(value: object, index: bool = True) -> str:
+def structure(value: object, index: bool = True, constants: bool = False) -> str:
     """Return a digest of a value's structure, such as a module's; equal digests mean equal structures.
 
     A value that cannot be described gets a unique digest.
 
     Args:
         index: whether the digest includes `LAYER_INDEX` attributes.
+        constants: whether the digest includes the elements of tensors that are not on the meta device.
     """
-    return hashlib.sha256(_Describer(index).text(value).encode()).hexdigest()
+    return hashlib.sha256(_Describer(index, constants=constants).text(value).encode()).hexdigest()
 
 
 def read_by(model: nn.Module, loss: Any) -> str:
@@ -61,8 +68,9 @@ def outline(module: nn.Module) -> str:
 
 
 class _Describer:
-    def __init__(self, index: bool, reads: Callable[[str], bool] = lambda _: True) -> None:
+    def __init__(self, index: bool, reads: Callable[[str], bool] = lambda _: True, constants: bool = False) -> None:
         self._reads = reads  # for attributes of the user's objects
+        self._constants = constants
         self._left_out = () if index else LAYER_INDEX
         self._known: dict[int, tuple[int, Any]] = {}  # id -> (number, object); the reference prevents reuse of the id
 
@@ -86,25 +94,32 @@ class _Describer:
         if is_lazy(value):
             return f"{kind} without a shape"
         if isinstance(value, Tensor):
-            return f"{kind} {list(value.shape)} {value.dtype} {value.requires_grad}"
+            form = f"{kind} {list(value.shape)} {value.dtype} {value.requires_grad}"
+            return f"{form} {_elements(value)}" if self._constants and not value.is_meta else form
         if isinstance(value, dict):
-            return f"{kind} {self._items(value)}"
+            return f"{kind} {self._items(value)}{self._added(value)}"
         if isinstance(value, (list, tuple)):
-            return f"{kind} [{', '.join(map(self.text, value))}]"
+            return f"{kind} [{', '.join(map(self.text, value))}]{self._added(value)}"
         if isinstance(value, (set, frozenset)):
-            return f"{kind} {sorted(map(self.text, value))}"
+            return f"{kind} {sorted(map(self.text, value))}{self._added(value)}"
         if isinstance(value, np.ndarray | np.generic):
             return f"{kind} {value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
         if isinstance(value, functools.partial):
             return f"{kind} {self.text((value.func, value.args, value.keywords))}"
         if isinstance(value, MethodType):
             return f"{kind} {self.text(value.__func__)} {self.text(value.__self__)}"
+        if isinstance(value, property):
+            return f"{kind} {self.text((value.fget, value.fset, value.fdel))}"
+        if isinstance(value, staticmethod | classmethod):
+            return f"{kind} {self.text(value.__func__)}"
         if isinstance(value, FunctionType):
             return self._function(value)
         if isinstance(value, type):
             return self._class(value)
         if isinstance(value, ModuleType | logging.Logger):
             return f"{kind} {getattr(value, '__name__', None) or value.name}"
+        if isinstance(value, MemberDescriptorType):
+            return f"{kind} {value.__name__}"
         if isinstance(value, (BuiltinFunctionType, *PACKETS)):
             return f"{kind} {value}" if "0x" not in str(value) else _identity(value)
         if hasattr(value, "__dict__") and _is_of_python(type(value)):
@@ -114,6 +129,11 @@ class _Describer:
     def _own(self, value: Any) -> dict[str, Any]:
         users = base_library_of(type(value)) is None
         return {name: part for name, part in vars(value).items() if not users or self._reads(name)}
+
+    def _added(self, value: Any) -> str:
+        """Describe the attributes that a container has besides its elements."""
+        own = self._items(getattr(value, "__dict__", None) or {})
+        return f" {own}" if own else ""
 
     def _items(self, value: Any) -> str:
         return ", ".join(f"{self.text(k)}: {self.text(v)}" for k, v in value.items() if k not in _BY_THE_WAY)
@@ -131,9 +151,9 @@ class _Describer:
 
     def _class(self, kind: type) -> str:
         name = f"{kind.__module__}.{kind.__qualname__}"
-        if "<locals>" not in kind.__qualname__:
+        if not kind.__flags__ & _HEAP or _is_importable(kind):
             return name
-        members = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__", "__doc__")}
+        members = {k: v for k, v in vars(kind).items() if k not in _NOT_DESCRIBED}
         return f"{name} {[self.text(base) for base in kind.__bases__]} {self._items(members)}"
 
 
@@ -142,6 +162,19 @@ def _is_of_python(kind: type) -> bool:
     ours = new is object.__new__ or isinstance(new, FunctionType)
     heap = all(base is object or base.__flags__ & _HEAP for base in kind.__mro__)
     return ours and heap and not any("__slots__" in vars(base) for base in kind.__mro__)
+
+
+def _is_importable(kind: type) -> bool:
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is kind
+
+
+def _elements(tensor: Tensor) -> str:
+    if tensor.layout is not torch.strided or tensor.numel() > _LARGEST:
+        return _identity(tensor)
+    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _identity(value: Any) -> str:

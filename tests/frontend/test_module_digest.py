@@ -42,6 +42,27 @@ def times(n: float) -> Callable[[float], float]:
     return lambda x: x * n
 
 
+class Options(dict[str, int]):
+    """Entries, and attributes."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(a=1)
+        self.scale = scale
+
+
+class Listed(list[int]):
+    """Elements, and attributes."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__([1])
+        self.scale = scale
+
+
+def named(n: float) -> type:
+    """Return a class of the name of another."""
+    return type("Layer", (Layer,), {"__module__": __name__, "scale": n, "scaled": property(lambda layer: layer.scale)})
+
+
 def kind(n: float) -> type:
     class Made(nn.Module):
         def forward(self, x: float) -> float:
@@ -77,6 +98,11 @@ def itself() -> list[Any]:
         (lambda: Setting(2).scaled, lambda: Setting(3).scaled, False),
         (lambda: kind(2)(), lambda: kind(2)(), True),
         (lambda: kind(2)(), lambda: kind(3)(), False),
+        (lambda: Layer(4, Options(2.0)), lambda: Layer(4, Options(2.0)), True),
+        (lambda: Layer(4, Options(2.0)), lambda: Layer(4, Options(3.0)), False),
+        (lambda: Layer(4, Listed(2.0)), lambda: Layer(4, Listed(3.0)), False),
+        (lambda: named(2.0)(), lambda: named(2.0)(), True),
+        (lambda: named(2.0)(), lambda: named(3.0)(), False),
         (itself, itself, True),
         (lambda: Layer(4), lambda: Layer(5), False),
         (lambda: Layer(4), lambda: Layer(4).double(), False),
@@ -92,6 +118,13 @@ def test_what_is_built_differently_has_another_structure(
 ) -> None:
     made = one(), other()  # both live, so that no address is used twice
     assert (structure(made[0]) == structure(made[1])) == same
+
+
+def test_constant_tensors_differ_by_their_elements() -> None:
+    digests = [
+        {structure(Layer(4, [torch.tensor(n)]), constants=constants) for n in (1.0, 2.0)} for constants in (False, True)
+    ]
+    assert [len(different) for different in digests] == [1, 2]
 
 
 def test_which_tensors_are_one_counts() -> None:
