@@ -134,7 +134,7 @@ def _called_with_notes(
     leaves, spec = tree_flatten((arguments, keywords))
     leaves = list(map(fresh, leaves))
     arguments, keywords = tree_unflatten(leaves, spec)
-    notes = _Notes(block, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    notes = _Notes(block, [leaf for leaf in leaves if isinstance(leaf, Tensor)], detaches=False)
     with notes, keywords_of_block(keywords):
         result = forward(*arguments, **keywords)
     return result, notes.all(tree_flatten(result)[0])
@@ -171,12 +171,20 @@ def _noted(call: BlockCall, hints: dict[str, int]) -> list[str] | None:
 
 
 class _Notes(TorchDispatchMode):
-    def __init__(self, block: nn.Module, inputs: list[Tensor]) -> None:
+    """Mode that records a block's operators.
+
+    Args:
+        detaches: whether to record `detach`, which autograd also calls for the tensors that a checkpoint saves.
+    """
+
+    def __init__(self, block: nn.Module, inputs: list[Tensor], detaches: bool = True) -> None:
         super().__init__()
+        self._detaches = detaches
         self.lines: list[str] = []
         self.unknown = False  # whether a tensor has neither a known origin nor comparable values
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []  # references prevent the reuse of ids
+        self._numbered = 0
         tensors = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
         for name, tensor in tensors:
             first_name = self._names.setdefault(id(tensor), name)
@@ -188,6 +196,10 @@ class _Notes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = f"{self.text(args)} {self.text(kwargs or {})}"  # before `func`, which may overwrite operands
         result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.detach.default and not self._detaches:
+            self._names[id(result)] = self.text(args[0])
+            self._kept.append(result)
+            return result
         self._name(result)
         self.lines.append(f"{func} {operands} {torch.is_grad_enabled()} {_form(result)}")
         return result
@@ -198,7 +210,8 @@ class _Notes(TorchDispatchMode):
     def _name(self, result: Any) -> None:
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, Tensor) and id(tensor) not in self._names:
-                self._names[id(tensor)] = f"%{len(self._kept)}"
+                self._numbered += 1
+                self._names[id(tensor)] = f"%{self._numbered}"
                 self._kept.append(tensor)
 
     def text(self, value: Any) -> str:

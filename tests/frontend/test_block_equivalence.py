@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import hydragraph as hg
 from hydragraph.errors import Unsupported
@@ -79,6 +80,17 @@ def test_layers_that_differ_are_never_taken_for_equal(scale: Callable[[Any, Tens
     model = Own(layers=2)
     model.stack = nn.ModuleList([Scaled(i, scale) for i in range(2)])
     agrees(randomised(model))  # pyrefly: ignore[bad-argument-type]
+
+
+def test_a_layer_between_equal_layers_is_not_taken_for_one() -> None:
+    model = Own(layers=0)
+    model.stack = nn.ModuleList([Scaled(0, lambda b, x: b.constant[0].item()) for _ in range(4)])
+    for i, block in enumerate(model.stack):
+        block._hidden = 0.0
+        block.constant = [torch.tensor(2.5 if i == 2 else 1.5)]  # type: ignore[assignment]
+    program = capture(randomised(model), blocks="stack")
+    assert [program.blocks[1].template == block.template for block in program.blocks[1:5]] == [True, True, False, True]
+    agrees(model)  # type: ignore[arg-type]
 
 
 def test_layers_that_differ_in_what_they_do_not_read_are_equal() -> None:
@@ -167,6 +179,17 @@ def test_what_a_model_sets_between_blocks_is_refused(
     with pytest.raises(Unsupported, match=r"layer.1: the block reads a value that the model changes between blocks"):
         capture(Between(mark, read))
     capture(Between(lambda model, i: mark(model, 1), read))
+
+
+def test_a_checkpoint_around_each_block_changes_nothing() -> None:
+    class Checkpointed(Own):
+        def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+            x = (self.tokens(input_ids) + self.places(position_ids))[0]
+            for block in self.stack:
+                x = checkpoint(block, x, cu_seqlens, use_reentrant=False)
+            return self.out(self.norm(x))[None]
+
+    agrees(randomised(Checkpointed()))  # type: ignore[arg-type]
 
 
 def test_context_variables_are_refused() -> None:
