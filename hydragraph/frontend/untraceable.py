@@ -52,6 +52,7 @@ _UNPACKED: Mapping[type[nn.Module], tuple[str, str]] = {
 }
 
 
+_OF_TRANSFORMERS = "_is_hf_initialized"  # attribute of loaded weights
 _LARGEST = 1 << 16  # elements; larger arrays are not compared
 _MOST = 256  # maximum compared entries per container
 
@@ -72,7 +73,19 @@ def refuse_unseen(model: nn.Module) -> None:
             what = f"the tensor's class {own} overrides operators"
             remedy = "use an nn.Parameter or a plain buffer, and move the computation of the class into forward"
             raise Unsupported(what, where=name, remedy=remedy)
+    _refuse_attributes(model)
     _refuse_common_memory(model)
+
+
+def _refuse_attributes(model: nn.Module) -> None:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    attributes = [(n, attribute) for n, tensor in named for attribute in vars(tensor) if attribute != _OF_TRANSFORMERS]
+    read = UserFunctions(model, None).names if attributes else set()
+    for name, attribute in attributes:
+        if attribute in read:
+            what = f"forward may read the tensor's attribute {attribute!r}, which tensors in a trace do not have"
+            remedy = "make it an attribute of the module that has the tensor"
+            raise Unsupported(what, where=name, remedy=remedy)
 
 
 def _refuse_common_memory(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
+from hydragraph.frontend.untraceable import refuse_unseen
 from tests.frontend.execute import batch, loss
 from tests.models import llama, randomised
 from tests.own_models import Own, Small, alone, small
@@ -482,6 +483,21 @@ def test_memory_that_a_step_would_change_twice_is_refused(change: Callable[[Any]
     change(model)
     with pytest.raises(Unsupported, match=r": the tensor shares memory with .*; tie parameters by assigning the same"):
         capture(model, blocks="stack")
+
+
+def test_an_attribute_of_a_tensor_is_refused_if_forward_may_read_it() -> None:
+    class Marked(Small):
+        def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+            return x * getattr(self.up.weight, "scale", 1.0)
+
+    model = small()
+    model.stack[0] = Marked()
+    weight: Any = model.stack[0].up.weight
+    weight.no_weight_decay = True
+    refuse_unseen(model)
+    weight.scale = 2.0
+    with pytest.raises(Unsupported, match=r"stack.0.up.weight: forward may read the tensor's attribute 'scale'"):
+        refuse_unseen(model)
 
 
 def test_parts_of_one_memory_that_do_not_meet_are_parameters() -> None:

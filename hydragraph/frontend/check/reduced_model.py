@@ -69,12 +69,14 @@ def _tensors(model: nn.Module, left_out: Callable[[str, Tensor], bool], weights:
         apart = left_out(name, parameter)
         value = torch.empty_like(parameter, device="meta") if apart else weights.drawn(parameter, name)
         memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        vars(memo[id(parameter)]).update(vars(parameter))
         for hook in (parameter._backward_hooks or {}).values():
             memo[id(parameter)].register_hook(hook)
     some_meta = any(buffer.is_meta for buffer in model.buffers())
     values: Mapping[str, Tensor] = initial_buffers(model) if some_meta else dict(model.named_buffers())
     for name, buffer in model.named_buffers():
         memo[id(buffer)] = buffer if left_out(name, buffer) else widened(values[name], weights.wide)
+        vars(memo[id(buffer)]).update(vars(buffer))
     return memo
 
 
