@@ -21,6 +21,7 @@ from hydragraph.frontend.check.probe_lengths import LARGE, ProbeLengths, lengths
 from hydragraph.frontend.check.probe_sequences import batches, draw_sequences, ids_of
 from hydragraph.frontend.check.probe_weights import DrawnWeights
 from hydragraph.frontend.check.reduced_model import OutputStructure, reduced
+from hydragraph.frontend.check.unmodified_model import refuse_other_results
 from hydragraph.frontend.loss_module import loss_buffers, wide_loss
 from hydragraph.frontend.packed_batch import pack
 from hydragraph.frontend.packed_inputs import token_cross_entropy
@@ -161,6 +162,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
     for result in results:
         if isinstance(result, str):
             return replace(checked, problem=result)
+    refuse_other_results(subject, variants, comparer.lengths)
     done = [result for result in results if not isinstance(result, str)]
     errors = [difference.ratio * attempt.bound.own for difference, attempt in done]
     worst, attempt = done[errors.index(max(errors))]
