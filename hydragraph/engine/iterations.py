@@ -27,7 +27,6 @@ from hydragraph.frontend.mini_batch import AssignedBatch, MiniBatch, digest
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.program_outline import Purpose
 from hydragraph.runtime.executor import IterationOutcome
-from hydragraph.runtime.home_state import settings_of
 from hydragraph.runtime.speed_probe import MOST_S, SpeedProbe
 from hydragraph.runtime.supported_optimizers import check_elementwise, check_settings
 from hydragraph.spec.strategy import Strategy
@@ -235,7 +234,7 @@ class IterationRunner(CollectiveCalls):
             raise agreed(error) from None
 
     def _update_settings(self, purpose: Purpose) -> str:
-        return settings_of(self._session.optimizer) if purpose == "train" else ""
+        return self._session.settings if purpose == "train" else ""
 
     def _says(self, coming: AgreedStep | None, purpose: Purpose, refused: Exception | None) -> tuple[int, ...]:
         update = -1 if refused is not None else digest(self._update_settings(purpose), None) >> 10

@@ -30,7 +30,7 @@ from hydragraph.ir.program_outline import Purpose
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import Transfer, pull_exchange
 from hydragraph.runtime.executor import Executor, IterationOutcome
-from hydragraph.runtime.home_state import HomeState, make_optimizer, settings_of
+from hydragraph.runtime.home_state import HomeState, left_out, make_optimizer, settings_of
 from hydragraph.runtime.instruction_trace import Timing
 from hydragraph.runtime.prepared_programs import Preparer
 from hydragraph.runtime.rounded_weights import rounded
@@ -47,7 +47,11 @@ TIMEOUT = timedelta(minutes=30)  # time limit of a communication
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """One rank's communicators and share of the state; without an optimizer, the session cannot train."""
+    """One rank's communicators and share of the state; without an optimizer, the session cannot train.
+
+    Attributes:
+        optimized: id of each parameter -> its name, or None if the optimizers of ranks have different parameters.
+    """
 
     program: Program
     buffers: Mapping[str, Tensor]
@@ -61,6 +65,7 @@ class Session:
     executor: Executor
     log: ProgressLog
     max_grad_norm: float | None = None
+    optimized: Mapping[int, str] | None = None
 
     @staticmethod
     def begin(
@@ -102,7 +107,7 @@ class Session:
             layouts = {name: _same(ending.home.layouts[name], layout) for name, layout in layouts.items()}
         state = HomeState.allocate(program, layouts, world.rank, device, ending.home if ending else None)
         fill(groups, state)
-        trained_by = _optimizer(optimizer, state, groups)
+        trained_by, names = _optimizer(optimizer, state, groups)
         if model.sums is not None and trained_by is not None:
             model.sums.check_optimizer(trained_by)
         preparer = Preparer(program, model.variants, model.buffers, layouts, world.rank, world.ranks, device=device)
@@ -111,8 +116,13 @@ class Session:
         executor = Executor(program, state, groups, world.watch, device, rounded=copies, log=log, deterministic=exact)
         saver = ending.saver if ending else Saver(world, TIMEOUT)
         _LOG.info("state: %s", owners_text(home, names, world.ranks))
-        ready = (owners, state, trained_by, preparer, executor, log, model.max_grad_norm)
+        ready = (owners, state, trained_by, preparer, executor, log, model.max_grad_norm, names)
         return Session(program, model.buffers, world, groups, saver, *ready)
+
+    @property
+    def settings(self) -> str:
+        """Settings of the next update, as text that is equal on all ranks."""
+        return settings_of(self.optimizer, self.optimized)
 
     def compare(self, digest: int, stopping: int) -> RanksCompared:
         if self.world.ranks == 1:
@@ -232,8 +242,13 @@ def _same(old: Layout, new: Layout) -> Layout:
     return old if all(np.array_equal(before, after) for before, after in columns) else new
 
 
-def _optimizer(factory: OptimizerFactory | None, state: HomeState, groups: Groups) -> torch.optim.Optimizer | None:
-    """Create this rank's optimizer; raise an error on every rank if one rank fails or settings differ."""
+def _optimizer(
+    factory: OptimizerFactory | None, state: HomeState, groups: Groups
+) -> tuple[torch.optim.Optimizer | None, Mapping[int, str] | None]:
+    """Create this rank's optimizer; raise an error on every rank if one rank fails or settings differ.
+
+    Return the optimizer and `Session.optimized`.
+    """
     optimizer: torch.optim.Optimizer | None = None
     refused: Exception | None = None
     try:
@@ -246,5 +261,8 @@ def _optimizer(factory: OptimizerFactory | None, state: HomeState, groups: Group
         sent = Unsupported(sentence, where="optimizer", remedy="correct the function passed as optimizer=")
         sent.__cause__ = refused
     raise_together(groups, sent, sent)
-    groups.same_everywhere("optimizer and its settings", settings_of(optimizer))
-    return optimizer
+    names = {id(parameter): name for name, parameter in state.named()}
+    missing = groups.gather(left_out(optimizer, names))  # a factory may leave out shards without elements
+    optimized = names if all(left == missing[0] for left in missing) else None
+    groups.same_everywhere("optimizer and its settings", settings_of(optimizer, optimized))
+    return optimizer, optimized

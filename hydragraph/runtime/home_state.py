@@ -5,6 +5,7 @@ Shards do not depend on the strategy, so a change of strategy does not move them
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -250,13 +251,29 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
-def settings_of(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return an optimizer's class and hyperparameters as text that is equal on all ranks."""
+def settings_of(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str] | None = None) -> str:
+    """Return an optimizer's class and hyperparameters as text that is equal on all ranks.
+
+    Args:
+        names: id of each parameter -> its name, to include the parameters of each group.
+    """
     if optimizer is None:
         return "none"
-    names = [name for name in optimizer.defaults if name not in _IMPLEMENTATION]
-    groups = [{name: _value(group.get(name)) for name in names} for group in optimizer.param_groups]
-    return f"{type(optimizer).__name__} {groups}"
+    options = [name for name in optimizer.defaults if name not in _IMPLEMENTATION]
+    groups = [{name: _value(group.get(name)) for name in options} for group in optimizer.param_groups]
+    members = "" if names is None else f" of {[_members(group['params'], names) for group in optimizer.param_groups]}"
+    return f"{type(optimizer).__name__} {groups}{members}"
+
+
+def left_out(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]) -> list[str]:
+    """Return the names of the parameters that an optimizer does not have."""
+    had = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
+    return [name for identity, name in names.items() if identity not in had]
+
+
+def _members(parameters: Sequence[Tensor], names: Mapping[int, str]) -> str:
+    listed = "\n".join(sorted(names.get(id(p), "") for p in parameters))
+    return f"{len(parameters)} parameters ({hashlib.blake2b(listed.encode(), digest_size=4).hexdigest()})"
 
 
 def _value(option: object) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 import weakref
 from importlib import import_module
@@ -123,12 +124,17 @@ def differing(ready: Ready) -> list[str]:
             raise KeyError("only here")
         return torch.optim.SGD(named, lr=0.1)
 
+    def by_rank(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        groups = [[p for _, p in named[rank::2]], [p for _, p in named[1 - rank :: 2]]]
+        return torch.optim.SGD([{"params": groups[0]}, {"params": groups[1], "lr": 0.01}], lr=0.1)
+
     said = []
     for factory, clip in (
         (lambda named: torch.optim.SGD(named, lr=0.1 * (1 + rank)), None),
         (lambda named: torch.optim.SGD(named, lr=0.1), 1.0 + rank),
         (None if rank else lambda named: torch.optim.SGD(named, lr=0.1), None),
         (by_size, None),
+        (by_rank, None),
     ):
         try:
             ready.executable(strategy, factory, max_grad_norm=clip)
@@ -159,6 +165,7 @@ def test_ranks_that_would_update_otherwise_are_told_on_all_ranks() -> None:
             "optimizer and its settings",
         ]
         assert "'only here'" in said[3]
+        assert re.search(r"ranks differ in optimizer and its settings: .*of \['\d+ parameters \(\w+\)', ", said.pop(4))
         starts = ("compile: 'program' determines", "compile: 'window' is -1", "home '1,x'", "compile: 'seed' is 'zero'")
         assert all(text.startswith(start) for text, start in zip(said[4:8], starts, strict=True)), said
         assert said[8].startswith("ranks differ in optimizer's settings, such as the learning rate: ")

@@ -16,7 +16,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.layout import Layout, home
 from hydragraph.ir.program import Program
-from hydragraph.runtime.home_state import HomeState, make_optimizer, settings_of
+from hydragraph.runtime.home_state import HomeState, left_out, make_optimizer, settings_of
 from hydragraph.runtime.shard_boxes import sharded_weights
 from hydragraph.spec.home import EQUAL
 from tests.runtime.homes import MODEL, Named, tensors
@@ -199,6 +199,18 @@ def test_the_settings_of_an_optimizer_are_those_that_change_the_update() -> None
     assert of[0] == of[1] != of[2] == of[3]
     assert settings_of(torch.optim.AdamW([weight], lr=torch.tensor(0.5))).startswith("AdamW [{'lr': 0.5")
     assert settings_of(None) == "none"
+
+
+def test_the_members_of_groups_are_in_the_settings_if_names_are_given() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    names = {id(weight): "weight"}
+    in_first, in_second = (
+        torch.optim.SGD([{"params": m} for m in members]) for members in ([[weight], []], [[], [weight]])
+    )
+    assert settings_of(in_first) == settings_of(in_second)
+    assert settings_of(in_first, names) != settings_of(in_second, names)
+    assert left_out(in_first, names) == []
+    assert left_out(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), names) == ["weight"]
 
 
 def test_groups_that_go_by_shapes_are_refused_as_shards_are_flat() -> None:
