@@ -69,15 +69,15 @@ def test_a_run_tells_its_events_in_order(
     patterns = [
         ("0", "frontend.capture", r"captured LlamaForCausalLM, 1 layers, 4 templates, in \d+\.\d\d s"),
         ("0", "passes.variants", r"compiled layer\.0 \(eager\) for rank 0 of tp1 in \d+\.\d\d s"),
-        ("0", "check", r"checked LlamaForCausalLM: .*worst gradient error .* s"),
-        ("1", "executable", r"prepared strategy <tp1,pp1>@\w+ \(train\) for the first time, on all ranks"),
+        ("0", "frontend.check", r"checked LlamaForCausalLM: .*worst gradient error .* s"),
+        ("1", "engine.iterations", r"prepared strategy <tp1,pp1>@\w+ \(train\) for the first time, on all ranks"),
         ("1", "checkpoint.save_and_load", r"began checkpoint .*step-1"),
         ("1", "checkpoint.save_and_load", r"wrote checkpoint .*step-1 in \d+\.\d\d s"),
         ("2", "passes.variants", r"compiled layer\.0 \(eager\) for rank 0 of tp1, recomputed in \d+\.\d\d s"),
-        ("2", "check", r"checked the graphs of stages of kind <tp1r>: .*"),
-        ("2", "executable", r"prepared strategy <\[0\]x1r>@\w+ \(train\) .*"),
+        ("2", "frontend.check", r"checked the graphs of stages of kind <tp1r>: .*"),
+        ("2", "engine.iterations", r"prepared strategy <tp1,pp1>r@\w+ \(train\) .*"),
         ("3", "checkpoint.folder", r"deleted checkpoint .*step-1: only the newest 2 are kept"),
-        ("4", "executable", r"a rank was asked to stop \(15\): the next step does not start"),
+        ("4", "engine.iterations", r"a rank was asked to stop \(15\): the next step does not start"),
     ]
     at = -1
     for step, name, pattern in patterns:
