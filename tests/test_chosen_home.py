@@ -43,7 +43,7 @@ def train(prepared: Ready) -> tuple[list[float], list[str], list[int], dict[str,
 
 
 def test_the_chosen_home_trains_as_one_device_and_follows_the_strategies() -> None:
-    found = hg.launch(train, 2, prepare=ready)
+    found = hg.launch(train, 2, ready())
     losses, owners, sizes, weights = found[0]
     wanted = reference.train(llama(layers=LAYERS, tied=True), batches(), lambda p: torch.optim.AdamW(p, lr=0.01))
     assert losses == pytest.approx(wanted.losses, rel=1e-5)

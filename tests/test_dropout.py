@@ -74,7 +74,7 @@ def train(
 
 @pytest.mark.parametrize("model", first(["gpt2"], ["gpt2", "lora"]))
 def test_every_strategy_equals_one_device_with_the_same_masks(model: str, tmp_path: Path) -> None:
-    runs = hg.launch(train, 2, STRATEGIES[model], tmp_path, prepare=partial(ready, model))
+    runs = hg.launch(train, 2, ready(model), STRATEGIES[model], tmp_path)
     gradients, losses, evaluated, resumed = runs[0]
     program = hg.capture(MODELS[model](), check="off")
 

@@ -137,7 +137,7 @@ def _elementwise(state: dict[str, Tensor]) -> list[Tensor]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[Seen], list[str]]]:
     """Return what every rank saw under every home, and what was refused."""
-    return hg.launch(train_and_refuse, RANKS, tmp_path_factory.mktemp("home"), prepare=ready)
+    return hg.launch(train_and_refuse, RANKS, ready(), tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(scope="module")

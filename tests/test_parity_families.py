@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -145,7 +144,7 @@ SOME = ["bert", "limited", "qwen3_5", "llama4"]
     ids=["experts", "some", "others"],
 )
 def test_families_under_lopsided_strategies_equal_one_device(names: list[str], ranks: int) -> None:
-    runs = hg.launch(train, ranks, prepare=partial(ready, names))
+    runs = hg.launch(train, ranks, ready(names))
     for name in names:
         family = FAMILIES[name]
         wanted, expected = one_device(family)

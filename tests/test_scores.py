@@ -79,7 +79,7 @@ def expected(model: nn.Module) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("model", first(["llama"], MODELS))
 def test_scores_are_those_of_the_model(model: str) -> None:
     strategies = TRIED[model]
-    runs = hg.launch(scores, RANKS[model], strategies, prepare=partial(ready, model))
+    runs = hg.launch(scores, RANKS[model], ready(model), strategies)
     exact, entropies = expected(MODELS[model]())
     for found, losses in runs:
         assert losses[0] == pytest.approx(losses[1])

@@ -56,7 +56,7 @@ def handed_over(prepared: Ready, path: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("model", first(["mixtral"], MODELS))
 def test_ranks_that_ask_get_what_save_pretrained_writes(model: str, tmp_path: Path) -> None:
-    runs = hg.launch(handed_over, 3, str(tmp_path), prepare=partial(ready, model))
+    runs = hg.launch(handed_over, 3, ready(model), str(tmp_path))
     (file,) = tmp_path.glob("*.safetensors")
     written = load_file(file)
     assert not runs[1]

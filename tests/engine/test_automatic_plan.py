@@ -137,7 +137,7 @@ def _on_ranks(prepared: Ready) -> tuple[Trained, ...]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Trained, ...]]:
     cache = tmp_path_factory.mktemp("profiles")
-    return hg.launch(on_ranks, 2, cache, timeout=timedelta(minutes=15), prepare=ready)
+    return hg.launch(on_ranks, 2, ready(), cache, timeout=timedelta(minutes=15))
 
 
 @pytest.fixture(scope="module")

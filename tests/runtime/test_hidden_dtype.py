@@ -70,7 +70,7 @@ def train(prepared: dict[str, Ready]) -> dict[str, list[dict[str, Tensor]]]:
 
 @thorough
 def test_pipelines_move_hidden_states_as_they_are() -> None:
-    found, batch = hg.launch(train, 2, prepare=ready)[0], sequences([9, 4, 6])
+    found, batch = hg.launch(train, 2, ready())[0], sequences([9, 4, 6])
     for name, (residual, dtype, limit) in CASES.items():
         model = randomised(Model(residual)).to(dtype)
         sums = [F.cross_entropy(model(s[None])[0, :-1], s[1:], reduction="sum") for s in batch]
