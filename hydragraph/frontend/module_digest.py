@@ -8,7 +8,15 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    EllipsisType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -19,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from hydragraph.frontend.state_readers import PLAIN, UserFunctions, base_library_of, globals_of, variables_of
 from hydragraph.private.operator_schemas import PACKETS
 
-_PLAIN: tuple[type, ...] = (*PLAIN, torch.Size, range, slice)
+_PLAIN: tuple[type, ...] = (*PLAIN, torch.Size, range, slice, EllipsisType)
 _TENSORS = ("_parameters", "_buffers", "_modules")
 LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")  # usual names of a block's index
 _BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")  # attributes that do not describe a module

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from hydragraph.frontend import module_digest
 from hydragraph.frontend.module_digest import outline, read_by, structure
 from tests.models import llama
 from tests.thorough import thorough
@@ -148,6 +149,14 @@ def test_weights_that_are_there_already_do_not_count() -> None:
     one = llama(2)
     one.model._is_hf_initialized = True  # pyrefly: ignore[bad-argument-type]
     assert structure(one) == structure(without)
+
+
+def test_a_function_that_indexes_by_dots_is_the_same_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_this_process(value: object) -> str:
+        raise AssertionError(f"{value} is described by its address")
+
+    monkeypatch.setattr(module_digest, "_identity", of_this_process)
+    structure(lambda x: x[..., 0])
 
 
 @thorough
