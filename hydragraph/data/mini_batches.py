@@ -1,9 +1,9 @@
-"""Endless stream of mini-batches that fill a token budget."""
+"""Endless streams of mini-batches that fill a token budget, from one corpus or several weighted ones."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,11 +90,76 @@ def split_documents(count: int, split: Split, heldout: float) -> _Indices:
 Drawn = Tensor | dict[str, Tensor]
 
 
-class MiniBatches(Iterator[list[Drawn]]):
-    """Endless mini-batches. Each epoch returns every chunk once, in an order drawn from (seed, epoch).
+class Mixture(Iterator[list[Drawn]]):
+    """Endless mini-batches in which each corpus's share of the tokens matches its weight, to within one sequence.
 
-    Chunks are added to a mini-batch, even across epochs, until the next chunk would exceed the budget. The stream
-    depends only on the file and the arguments.
+    Each sequence is taken from the corpus with the fewest tokens so far, relative to the corpus's weight. Sequences are
+    added to a mini-batch until the next sequence would exceed the budget.
+
+    Args:
+        members: streams of the corpora, whose token budgets `tokens` replaces.
+
+    Attributes:
+        lengths: tokens of each sequence of the last mini-batch.
+        drawn: (member, chunk) of each sequence of the last mini-batch.
+    """
+
+    def __init__(self, members: Sequence[MiniBatches], weights: Sequence[float], tokens: int) -> None:
+        self.members = tuple(members)
+        self.lengths: tuple[int, ...] = ()
+        self.drawn: tuple[tuple[int, int], ...] = ()
+        self._weights = tuple(map(float, weights))
+        self._tokens_of = [0] * len(members)
+        self._budget = tokens
+
+    def __next__(self) -> list[Drawn]:
+        """Return the next mini-batch: sequences int64 [length], with labels unless all tokens are targets."""
+        self.skip()
+        return [self.members[i].read(chunk) for i, chunk in self.drawn]
+
+    def skip(self) -> tuple[int, ...]:
+        drawn: list[tuple[int, int]] = []
+        lengths: list[int] = []
+        room = self._budget
+        while True:
+            i = min(range(len(self.members)), key=lambda i: (self._tokens_of[i] / self._weights[i], i))
+            following = self.members[i].next_lengths
+            if sum(following) > room:
+                break
+            drawn += [(i, chunk) for chunk in self.members[i].take()]
+            lengths += following
+            room -= sum(following)
+            self._tokens_of[i] += sum(following)
+        self.lengths = tuple(lengths)
+        self.drawn = tuple(drawn)
+        return self.lengths
+
+    @property
+    def tokens(self) -> int:
+        return sum(member.tokens for member in self.members)
+
+    def state_dict(self) -> dict[str, Any]:
+        states = [member.state_dict() for member in self.members]
+        return {"weights": list(self._weights), "drawn": list(self._tokens_of), "members": states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a result of `state_dict`. Raise a ValueError if corpora, weights or settings differ."""
+        weights = state.get("weights")
+        if weights != list(self._weights):
+            raise ValueError(
+                f"mini-batch state: saved weights are {weights}, but this mixture's are {list(self._weights)}: "
+                "resume with the same data.mixture, or start a new run"
+            )
+        for member, own in zip(self.members, state["members"], strict=True):
+            member.load_state_dict(own)
+        self._tokens_of = [int(count) for count in state["drawn"]]
+        self.lengths = ()
+
+
+class MiniBatches(Mixture):
+    """Endless mini-batches of one corpus. Each epoch returns every chunk once, in an order drawn from (seed, epoch).
+
+    A mini-batch may contain chunks of two epochs. The stream depends only on the file and the arguments.
 
     Args:
         tokens: token budget of a mini-batch, at least the length of any chunk or pair.
@@ -142,8 +207,7 @@ class MiniBatches(Iterator[list[Drawn]]):
                 shortest = int(file.lengths.min())
                 remedy = f"raise data.max_length (the shortest has {shortest} tokens), or set data.overlong to 'cut'"
             raise ValueError(f"{file.path}: no {split} {what}{short}: {remedy}")
-        self.lengths: tuple[int, ...] = ()
-        self.drawn: tuple[int, ...] = ()
+        super().__init__((self,), (1.0,), tokens)
         self.scores: npt.NDArray[np.float32] | None = None
         self._file = file
         self._settings: dict[str, int | float | str] = {
@@ -156,18 +220,9 @@ class MiniBatches(Iterator[list[Drawn]]):
             "overlong": overlong,
             "pairs": pairs,
         }
-        self._budget = tokens
         self._seed = seed
         self._epoch = self._position = 0
         self._order = self._epoch_order(0)
-
-    def __next__(self) -> list[Drawn]:
-        """Return the next mini-batch: sequences int64 [length], with labels unless all tokens are targets."""
-        return [self.read(chunk) for chunk in self._fill()]
-
-    def skip(self) -> tuple[int, ...]:
-        self._fill()
-        return self.lengths
 
     def single_pass(self) -> Iterator[list[Drawn]]:
         """Yield mini-batches with every chunk once, in random order, without advancing the endless stream."""
@@ -245,18 +300,6 @@ class MiniBatches(Iterator[list[Drawn]]):
         self._epoch = epoch
         self._position = position
         self.lengths = ()
-
-    def _fill(self) -> list[int]:
-        chosen: list[int] = []
-        lengths: list[int] = []
-        room = self._budget
-        while sum(following := self.next_lengths) <= room:
-            chosen += self.take()
-            lengths += following
-            room -= sum(following)
-        self.lengths = tuple(lengths)
-        self.drawn = tuple(chosen)
-        return chosen
 
     def _epoch_order(self, epoch: int) -> _Indices:
         return _shuffle(len(self.chunks) // self._together, _EPOCH_STREAM, self._seed, epoch)

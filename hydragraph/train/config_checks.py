@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydragraph.data.mini_batches import MiniBatches
-from hydragraph.data.mixture import Mixture
+from hydragraph.data.mini_batches import Mixture
 from hydragraph.engine.compiled_model import check_modes
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.compiled_folder.manifest import read_manifest
@@ -122,15 +121,14 @@ def remarks(
     model: nn.Module,
     strategies: Sequence[Strategy],
     ranks: int,
-    batches: MiniBatches | Mixture,
+    batches: Mixture,
     steps: int,
 ) -> Iterator[str]:
     """Yield a remark on each setting that may be unintended."""
     tokens = batches.tokens
-    members = batches.members if isinstance(batches, Mixture) else (batches,)
     read = config.epochs * tokens if config.epochs else config.steps * config.data.tokens_per_step
     shares = [read * weight / sum(config.data.weights) for weight in config.data.weights]
-    corpora = [share / member.tokens for share, member in zip(shares, members, strict=True)]
+    corpora = [share / member.tokens for share, member in zip(shares, batches.members, strict=True)]
     times = " and ".join(f"{count:.1f}" for count in corpora)
     if config.schedule.warmup >= steps:
         warmup = f"schedule.warmup is {config.schedule.warmup}, but the run has only {steps} steps"
@@ -142,11 +140,11 @@ def remarks(
             f"each step reads the data {passes:.1f} times"
         )
     elif config.epochs:
-        mixed = f", which read the corpora about {times} times" if len(members) > 1 else ""
+        mixed = f", which read the corpora about {times} times" if len(corpora) > 1 else ""
         epochs = "1 epoch" if config.epochs == 1 else f"{config.epochs:g} epochs"
         yield f"{epochs} of {tokens:,} tokens: {steps:,} steps{mixed}"
     elif max(corpora) > 1:
-        what = "the data" if len(members) == 1 else "the corpora"
+        what = "the data" if len(corpora) == 1 else "the corpora"
         yield (
             f"{config.steps:,} steps of {config.data.tokens_per_step:,} tokens read {read:,} tokens, and the data "
             f"has {tokens:,}: the run reads {what} about {times} times"

@@ -20,8 +20,7 @@ from tokenizers import Tokenizer
 from hydragraph.data import corpus, tokenizer
 from hydragraph.data.chat import CHATML, CHATML_TOKENS, DocumentEncoder, chatml
 from hydragraph.data.documents import FieldNames, texts_of
-from hydragraph.data.mini_batches import Drawn, MiniBatches, Split
-from hydragraph.data.mixture import Mixture
+from hydragraph.data.mini_batches import Drawn, MiniBatches, Mixture, Split
 from hydragraph.data.parts import EncodedParts
 from hydragraph.data.template import ChatTemplate
 from hydragraph.data.token_file import NoText, TokenFile, vocabulary_of, write_encoded
@@ -347,7 +346,7 @@ def _alone(partial: Path) -> Iterator[None]:
             os.close(lock)
 
 
-def mini_batches(config: TrainConfig, tokens: PreparedCorpus, scores: Scores | None = None) -> MiniBatches | Mixture:
+def mini_batches(config: TrainConfig, tokens: PreparedCorpus, scores: Scores | None = None) -> Mixture:
     """Return an endless stream of training mini-batches.
 
     Raises:
@@ -408,7 +407,7 @@ def evaluation_streams(config: TrainConfig, tokens: PreparedCorpus) -> dict[str,
     return streams
 
 
-def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
+def steps_of(config: TrainConfig, batches: Mixture) -> int:
     """Return the number of training steps: `steps`, or the number of mini-batches in `epochs` passes over the data.
 
     Args:
@@ -428,7 +427,7 @@ def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
     return steps
 
 
-def parts_of_epochs(batches: MiniBatches | Mixture, parts: int, steps: int) -> frozenset[int]:
+def parts_of_epochs(batches: Mixture, parts: int, steps: int) -> frozenset[int]:
     """Divide each epoch into `parts` equal parts; return the steps at which a part ends.
 
     Args:

@@ -28,8 +28,7 @@ from hydragraph.cluster.rendezvous.protocol import ALL_LEAVE
 from hydragraph.cluster.shared_outcome import together
 from hydragraph.cost.trace_file import TracedStep, TraceEvent
 from hydragraph.data import tokenizer
-from hydragraph.data.mini_batches import Drawn, MiniBatches
-from hydragraph.data.mixture import Mixture
+from hydragraph.data.mini_batches import Drawn, Mixture
 from hydragraph.engine.step_report import StepReport
 from hydragraph.errors import RankFailure, Stopped, TooFewRanks
 from hydragraph.spec.strategy import Strategy
@@ -181,7 +180,7 @@ class _RunInputs:
     ranks: int
     strategies: tuple[Strategy, ...]
     reference: ReferenceScores | None
-    anew: Callable[[], MiniBatches | Mixture]
+    anew: Callable[[], Mixture]
 
     @staticmethod
     def of(
@@ -305,7 +304,7 @@ def _session(config: TrainConfig, start: _Start, launched: _Launched, owned: Exi
         return _follow(run, state, launched.stopping, owned, prepared)
 
 
-def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, start: _Start) -> None:
+def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: Mixture, start: _Start) -> None:
     config = prepared.config
     if start.last is not None and start.last.step > config.steps:
         raise ValueError(f"{start.last.path} is past the last step, {config.steps}: raise 'epochs'")
@@ -314,7 +313,7 @@ def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches
         evaluation_streams(config, prepared.tokens)  # raises errors before training starts
 
 
-def _remarks(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, ranks: int) -> Iterator[str]:
+def _remarks(given: TrainConfig, prepared: _RunInputs, batches: Mixture, ranks: int) -> Iterator[str]:
     config = prepared.config
     yield from data_remarks(config)
     yield from length_remarks(config, prepared.tokens)
@@ -345,7 +344,7 @@ def _check_checkpoint(path: Path, prepared: _RunInputs, executor: Any) -> None:
     _place(prepared.anew(), extra["user"]["mini_batches"], prepared, owns=True)
 
 
-def _place(batches: MiniBatches | Mixture, state: Mapping[str, Any], prepared: _RunInputs, owns: bool) -> None:
+def _place(batches: Mixture, state: Mapping[str, Any], prepared: _RunInputs, owns: bool) -> None:
     """Restore the position in the data. If the data has changed, delete the run's token files and raise ValueError.
 
     Args:
@@ -363,7 +362,7 @@ def _place(batches: MiniBatches | Mixture, state: Mapping[str, Any], prepared: _
 def _load(
     prepared: _RunInputs,
     executor: Any,
-    batches: MiniBatches | Mixture,
+    batches: Mixture,
     last: Checkpoint,
     newest: bool,
     launched: _Launched,

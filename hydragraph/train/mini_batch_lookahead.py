@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hydragraph.data.mini_batches import Drawn, MiniBatches
-from hydragraph.data.mixture import Mixture
+from hydragraph.data.mini_batches import Drawn, Mixture
 
 
 class MiniBatchLookahead:
@@ -17,7 +16,7 @@ class MiniBatchLookahead:
         position: state of `source` after the mini-batch that `take` last returned.
     """
 
-    def __init__(self, source: MiniBatches | Mixture, count: int, announce: Callable[[Sequence[Drawn]], None]) -> None:
+    def __init__(self, source: Mixture, count: int, announce: Callable[[Sequence[Drawn]], None]) -> None:
         self._source = source
         self._count = count
         self._announce = announce

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hydragraph.atomic_write import whole_file
-from hydragraph.data.mini_batches import MiniBatches
-from hydragraph.data.mixture import Mixture
+from hydragraph.data.mini_batches import MiniBatches, Mixture
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -40,15 +39,14 @@ class ReferenceScores:
     def __init__(
         self,
         path: Path,
-        train: MiniBatches | Mixture,
+        train: Mixture,
         evaluation: Mapping[str, Iterable[MiniBatches]],
         model: str | None,
     ) -> None:
         self._path = path
         self._model = model
         self._train = train
-        members = train.members if isinstance(train, Mixture) else (train,)
-        self._streams = {train_name(i): member for i, member in enumerate(members)}
+        self._streams = {train_name(i): member for i, member in enumerate(train.members)}
         self._evaluation = {
             name: {evaluation_name(name, i): stream for i, stream in enumerate(streams)}
             for name, streams in evaluation.items()
@@ -115,8 +113,7 @@ class ReferenceScores:
     def _drawn(self, steps: int) -> Iterator[list[tuple[str, int]]]:
         for _ in range(steps):
             self._train.skip()
-            drawn = self._train.drawn
-            yield [(train_name(0), one) if isinstance(one, int) else (train_name(one[0]), one[1]) for one in drawn]
+            yield [(train_name(member), chunk) for member, chunk in self._train.drawn]
 
     def _evaluated(self, batches: int) -> Iterator[list[tuple[str, int]]]:
         for streams in self._evaluation.values():

@@ -13,8 +13,7 @@ from typing import Any
 from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World
 from hydragraph.cost.trace_file import TracedStep
-from hydragraph.data.mini_batches import Drawn, MiniBatches
-from hydragraph.data.mixture import Mixture
+from hydragraph.data.mini_batches import Drawn, Mixture
 from hydragraph.engine.executable import Executable
 from hydragraph.engine.recovery import Survived
 from hydragraph.engine.step_report import StepReport
@@ -111,8 +110,8 @@ class TrainState:
     """
 
     watcher: Watcher
-    batches: MiniBatches | Mixture
-    anew: Callable[[], MiniBatches | Mixture]
+    batches: Mixture
+    anew: Callable[[], Mixture]
     coming: MiniBatchLookahead
     done: int
     saved: int
@@ -126,7 +125,7 @@ class TrainState:
     pieces_fail: bool = False
 
 
-def ahead_of(run: Run, batches: MiniBatches | Mixture) -> MiniBatchLookahead:
+def ahead_of(run: Run, batches: Mixture) -> MiniBatchLookahead:
     plan = run.config.plan
     return MiniBatchLookahead(batches, plan.ahead if plan.choose else 0, (run.pairs or run.executor).announce)
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hydragraph.data.mini_batches import Drawn, MiniBatches, Split, cut, split_documents
+from hydragraph.data.mini_batches import Drawn, MiniBatches, Mixture, Split, cut, split_documents
 from hydragraph.data.token_file import EncodedDocument, TokenFile, write_encoded
 from hydragraph.data.tokenizer import train_bpe
 from tests.data.written import tokens_of, write_tokens
@@ -345,8 +345,9 @@ def test_the_answers_of_a_pair_stay_together(lengths: list[tuple[int, int]], ove
             assert sum(len(one["input_ids"]) for one in batch) == sum(batches.lengths) <= 2 * most + room
             for place, (chosen, rejected) in enumerate(zip(batch[::2], batch[1::2], strict=True)):
                 pair = int(chosen["input_ids"][0])
-                assert batches.drawn[2 * place] % 2 == 0
-                assert batches.drawn[2 * place] + 1 == batches.drawn[2 * place + 1]
+                first, second = (chunk for _, chunk in batches.drawn[2 * place : 2 * place + 2])
+                assert first % 2 == 0
+                assert first + 1 == second
                 for one, length in zip((chosen, rejected), lengths[pair], strict=True):
                     assert one["input_ids"].tolist() == [pair] * min(length + 3, most)
                     assert int((one["labels"] != -100).sum()) == min(length, most - 3)
@@ -372,8 +373,57 @@ def test_scores_come_with_the_sequences() -> None:
         batches = MiniBatches(file, 100, 10, pairs=True)
         batches.scores = np.arange(4, dtype=np.float32)
         batch: list[Any] = next(batches)
-        assert [float(one["reference"]) for one in batch] == [float(i) for i in batches.drawn]
+        assert [float(one["reference"]) for one in batch] == [float(chunk) for _, chunk in batches.drawn]
         assert "reference" not in batches.read(0, with_score=False)
         before = batches.state_dict()
         with pytest.raises(ValueError, match="saved pairs is True, but this stream's is False"):
             MiniBatches(file, 100, 10).load_state_dict(before)
+
+
+MOST, BUDGET = 8, 24
+
+
+def members(files: list[TokenFile]) -> list[MiniBatches]:
+    return [MiniBatches(file, BUDGET, MOST, seed=i) for i, file in enumerate(files)]
+
+
+@given(Lengths, Lengths, st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)), st.integers(1, 12))
+def test_parts_are_right_to_within_a_sequence_and_streams_resume(
+    one: list[int], two: list[int], weights: tuple[float, float], steps: int
+) -> None:
+    with token_file(one) as first, token_file(two) as second:
+        mixture = Mixture(members([first, second]), weights, BUDGET)
+        for _ in range(steps):
+            batch = next(mixture)
+            assert 0 < sum(map(len, batch)) <= BUDGET
+            assert mixture.lengths == tuple(map(len, batch))
+        state = json.loads(json.dumps(mixture.state_dict()))
+        drawn = state["drawn"]
+        for i in (0, 1):
+            assert abs(drawn[i] - sum(drawn) * weights[i] / sum(weights)) <= MOST
+        resumed = Mixture(members([first, second]), weights, BUDGET)
+        resumed.load_state_dict(state)
+        for _ in range(4):
+            assert plain(next(resumed)) == plain(next(mixture))
+        assert resumed.skip() == mixture.skip()
+        assert mixture.tokens == sum(member.tokens for member in mixture.members)
+
+
+def test_each_corpus_has_its_own_order_and_a_pass_reads_all_once() -> None:
+    with token_file([5, 6, 7]) as first, token_file([4, 8]) as second:
+        mixture = Mixture(members([first, second]), [1, 1], BUDGET)
+        before = mixture.state_dict()
+        read = [sequence for member in mixture.members for batch in member.single_pass() for sequence in plain(batch)]
+        assert read == [tokens.tolist() for file in (first, second) for tokens in tokens_of(file)]
+        assert mixture.state_dict() == before
+
+
+def test_what_is_of_another_mixture_is_refused(tmp_path: Path) -> None:
+    with token_file([5, 6, 7]) as first, token_file([4, 8]) as second:
+        mixture = Mixture(members([first, second]), [2, 1], BUDGET)
+        with pytest.raises(ValueError, match=r"saved weights are \[1.0, 1.0\], but this mixture's are \[2.0, 1.0\]"):
+            mixture.load_state_dict(Mixture(members([first, second]), [1, 1], BUDGET).state_dict())
+        with pytest.raises(ValueError, match="file is"):
+            mixture.load_state_dict(Mixture(members([second, first]), [2, 1], BUDGET).state_dict())
+        with pytest.raises(ValueError, match="saved weights are None"):
+            mixture.load_state_dict(members([first])[0].state_dict())

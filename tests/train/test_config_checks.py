@@ -15,8 +15,7 @@ from torch import nn
 import hydragraph
 from hydragraph.cluster.launch import join
 from hydragraph.data import tokenizer
-from hydragraph.data.mini_batches import MiniBatches
-from hydragraph.data.mixture import Mixture
+from hydragraph.data.mini_batches import MiniBatches, Mixture
 from hydragraph.data.token_file import TokenFile
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import MixedConfig, TrainConfig

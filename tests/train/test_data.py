@@ -13,8 +13,7 @@ import pytest
 from torch import Tensor
 
 from hydragraph.data import token_file, tokenizer
-from hydragraph.data.mini_batches import MiniBatches
-from hydragraph.data.mixture import Mixture
+from hydragraph.data.mini_batches import MiniBatches, Mixture
 from hydragraph.data.parts import EncodedParts
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import TrainConfig

@@ -13,8 +13,7 @@ import torch
 
 from hydragraph.cluster.launch import apart
 from hydragraph.cluster.processes.stop_requests import Stopping
-from hydragraph.data.mini_batches import MiniBatches
-from hydragraph.data.mixture import Mixture
+from hydragraph.data.mini_batches import MiniBatches, Mixture
 from hydragraph.data.tokenizer import train_bpe
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import ModelConfig, TrainConfig
