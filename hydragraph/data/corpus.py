@@ -10,7 +10,8 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from dataclasses import fields as fields_of
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,8 @@ def _is_text(start: bytes) -> bool:
 
 def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: FieldNames = PLAIN) -> str:
     """Hash `fields` and the paths, sizes and modification times of a corpus's files; return 64 hexadecimal digits."""
-    digest = hashlib.sha256(json.dumps(["corpus", 2, asdict(fields)]).encode())
+    names = {each.name.removesuffix("_field"): getattr(fields, each.name) for each in fields_of(FieldNames)}
+    digest = hashlib.sha256(json.dumps(["corpus", 2, names]).encode())
     for path in files(paths, suffixes):
         stat = path.stat()
         digest.update(os.fsencode(path) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
@@ -281,8 +283,8 @@ def _raise(error: OSError) -> None:  # by default, os.walk skips unreadable dire
 def _logged(paths: list[Path], fields: FieldNames, report: CorpusReport, limit: int | None) -> Iterator[PlacedDocument]:
     for place, document in islice(_draw(paths, fields, report), limit):
         if isinstance(document, Preference):
-            yield PlacedDocument(f"{place}, {fields.chosen}", document.chosen)
-            yield PlacedDocument(f"{place}, {fields.rejected}", document.rejected)
+            yield PlacedDocument(f"{place}, {fields.chosen_field}", document.chosen)
+            yield PlacedDocument(f"{place}, {fields.rejected_field}", document.rejected)
         else:
             yield PlacedDocument(place, document)
     level = logging.WARNING if report.undecodable or report.unread else logging.INFO
@@ -357,18 +359,18 @@ def _parse(line: str, fields: FieldNames, place: str) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError(f"{place}: nested too deeply to be read: write one flat JSON object per line") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{place}: {type_text(record)}, not an object: write {{{json.dumps(fields.text)}: ...}}")
+        raise ValueError(f"{place}: {type_text(record)}, not an object: write {{{json.dumps(fields.text_field)}: ...}}")
     return record
 
 
 def _table_format(path: Path, fields: FieldNames) -> Format:
     names = tables.columns(path)
     format = fields.format_of(names, str(path), "column")
-    if format == "text" and fields.text not in names:
+    if format == "text" and fields.text_field not in names:
         first = filter(None, islice(tables.rows(path, names), 100))
         texts = sorted({name for row in first for name, value in row.items() if isinstance(value, str)})
         remedy = f"set text_field to one of {texts}" if texts else f"add a text column; none of {names} holds text"
-        raise ValueError(f"{path}: no column {fields.text!r}: {remedy}")
+        raise ValueError(f"{path}: no column {fields.text_field!r}: {remedy}")
     return format
 
 

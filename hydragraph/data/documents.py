@@ -96,23 +96,30 @@ Document = str | Completion | Conversation | TokenIds
 
 @dataclass(frozen=True)
 class FieldNames:
-    """Field names of a .jsonl object or a table row.
+    """Format and field names of records, which are .jsonl objects or table rows.
 
     Attributes:
-        format: a `Format`, or "auto" to detect each file's format.
-        messages: field with a list of {role, content} or of ShareGPT's {from, value}.
-        prompt, completion: fields with a prompt and its completion, as texts or as messages.
-        chosen, rejected: fields with the two answers: texts, messages, or whole conversations that begin equally.
+        format: contents of .jsonl objects and table rows: "text", "chat" (messages), "completion" (a prompt and its
+            completion), "alpaca" (instruction, input, output, system, history), "tokens" (input_ids, and labels that
+            may be -100) or "preference" (a prompt with a chosen and a rejected answer, for `objective`). "auto" detects
+            the format from the first record of each file.
+        text_field: the field or column that contains the text.
+        messages_field: the field with a conversation, a list of {role, content}.
+        tools_field: the field with a conversation's tools.
+        prompt_field: the field with the prompt, whose tokens are not in the loss.
+        completion_field: the field with the completion.
+        chosen_field: the field with the preferred answer.
+        rejected_field: the field with the rejected answer.
     """
 
     format: str = "auto"
-    text: str = "text"
-    messages: str = "messages"
-    tools: str = "tools"
-    prompt: str = "prompt"
-    completion: str = "completion"
-    chosen: str = "chosen"
-    rejected: str = "rejected"
+    text_field: str = "text"
+    messages_field: str = "messages"
+    tools_field: str = "tools"
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,14 +127,14 @@ class FieldNames:
 
     def read(self, format: Format) -> tuple[str, ...]:
         fields: dict[Format, tuple[str, ...]] = {
-            "text": (self.text,),
-            "chat": (self.messages, self.tools, _SYSTEM, _TEMPLATE_ARGUMENTS),
-            "completion": (self.prompt, self.completion, self.tools, _TEMPLATE_ARGUMENTS),
+            "text": (self.text_field,),
+            "chat": (self.messages_field, self.tools_field, _SYSTEM, _TEMPLATE_ARGUMENTS),
+            "completion": (self.prompt_field, self.completion_field, self.tools_field, _TEMPLATE_ARGUMENTS),
             "alpaca": (_INSTRUCTION, *_INPUTS, *_OUTPUTS, _SYSTEM, _HISTORY, _TEMPLATE_ARGUMENTS),
             "tokens": (_IDS, _LABELS, _MASK),
             "preference": (
-                *(self.prompt, self.chosen, self.rejected, self.messages, self.tools, _SYSTEM, _TEMPLATE_ARGUMENTS),
-                *(_CONVERSATIONS, _INSTRUCTION, *_INPUTS, _HISTORY),
+                *(self.prompt_field, self.chosen_field, self.rejected_field, self.messages_field, self.tools_field),
+                *(_SYSTEM, _TEMPLATE_ARGUMENTS, _CONVERSATIONS, _INSTRUCTION, *_INPUTS, _HISTORY),
             ),
         }
         return fields[format]
@@ -138,19 +145,19 @@ class FieldNames:
 
     def format_of(self, names: Collection[str], place: str, kind: str = "field") -> Format:
         needed: dict[Format, tuple[str, ...]] = {
-            "text": (self.text,),
-            "chat": (self.messages,),
-            "completion": (self.prompt, self.completion),
+            "text": (self.text_field,),
+            "chat": (self.messages_field,),
+            "completion": (self.prompt_field, self.completion_field),
             "alpaca": (_INSTRUCTION, next((name for name in _OUTPUTS if name in names), _OUTPUTS[0])),
             "tokens": (_IDS,),
-            "preference": (self.chosen, self.rejected),
+            "preference": (self.chosen_field, self.rejected_field),
         }
         if self.format != "auto":
             chosen: Format = self.format  # pyrefly: ignore[bad-assignment]  # not "auto"
             missing = [name for name in needed[chosen] if name not in names]
             if missing:
                 settings = {"text": "text_field", "chat": "messages_field", "completion": "prompt_field"}
-                settings["preference"] = "chosen_field" if missing[0] == self.chosen else "rejected_field"
+                settings["preference"] = "chosen_field" if missing[0] == self.chosen_field else "rejected_field"
                 remedy = (
                     f"set {settings[chosen]} to one of {list(names)}"
                     if chosen in settings
@@ -160,7 +167,7 @@ class FieldNames:
             return chosen
         possible = [format for format, fields in needed.items() if all(name in names for name in fields)]
         # Fields that the user names take precedence.
-        if "alpaca" in possible and "completion" in possible and self.prompt == _INSTRUCTION:
+        if "alpaca" in possible and "completion" in possible and self.prompt_field == _INSTRUCTION:
             possible.remove("alpaca")
         if len(possible) > 1:
             raise ValueError(
@@ -172,12 +179,12 @@ class FieldNames:
     def document(self, record: Mapping[str, Any], format: Format, place: str) -> Document | Preference | None:
         """Convert a record to a document, a pair of answers or, if the text is blank, None."""
         if format == "text":
-            if self.text not in record:
+            if self.text_field not in record:
                 raise ValueError(self._no_text(record, place))
-            text = _text(record[self.text], self.text, place)
+            text = _text(record[self.text_field], self.text_field, place)
             return text if text and text.strip() else None
         if format == "chat":
-            said = _messages(_field(record, self.messages, place), self.messages, place)
+            said = _messages(_field(record, self.messages_field, place), self.messages_field, place)
             if said[0]["role"] != _SYSTEM:
                 said = (*self._system(record), *said)
             return self._conversation(record, said, place)
@@ -187,31 +194,32 @@ class FieldNames:
             return _token_ids(record, place)
         if format == "preference":
             return self._preference(record, place)
-        prompt = _field(record, self.prompt, place)
-        completion = _field(record, self.completion, place)
+        prompt = _field(record, self.prompt_field, place)
+        completion = _field(record, self.completion_field, place)
         if isinstance(prompt, str) and isinstance(completion, str):
             if not completion.strip():
-                raise ValueError(f"{place}: {self.completion!r} is empty: remove the record")
+                raise ValueError(f"{place}: {self.completion_field!r} is empty: remove the record")
             return Completion(prompt, completion)
         if isinstance(prompt, list) and isinstance(completion, list):
-            before = _untrained(_messages(prompt, self.prompt, place))
-            return self._conversation(record, (*before, *_messages(completion, self.completion, place)), place)
+            before = _untrained(_messages(prompt, self.prompt_field, place))
+            return self._conversation(record, (*before, *_messages(completion, self.completion_field, place)), place)
         raise ValueError(
-            f"{place}: {self.prompt!r} is {type_text(prompt)}, and {self.completion!r} is {type_text(completion)}: "
-            "give two texts, or two lists of messages"
+            f"{place}: {self.prompt_field!r} is {type_text(prompt)}, and {self.completion_field!r} is "
+            f"{type_text(completion)}: give two texts, or two lists of messages"
         )
 
     def _conversation(self, record: Mapping[str, Any], messages: Messages, place: str) -> Conversation:
-        return Conversation(messages, _tools(record.get(self.tools), self.tools, place), _arguments(record, place))
+        tools = _tools(record.get(self.tools_field), self.tools_field, place)
+        return Conversation(messages, tools, _arguments(record, place))
 
     def _preference(self, record: Mapping[str, Any], place: str) -> Preference:
-        chosen, rejected = (self._answer(record, name, place) for name in (self.chosen, self.rejected))
+        chosen, rejected = (self._answer(record, name, place) for name in (self.chosen_field, self.rejected_field))
         if isinstance(chosen, str) and isinstance(rejected, str):
             return self._texts(record, chosen, rejected, place)
         if isinstance(chosen, str) or isinstance(rejected, str):
             raise ValueError(
-                f"{place}: only one of {self.chosen!r} and {self.rejected!r} is a text: give two texts, or two lists "
-                "of messages"
+                f"{place}: only one of {self.chosen_field!r} and {self.rejected_field!r} is a text: give two texts, or "
+                "two lists of messages"
             )
         return Preference(*self._compared(record, chosen, rejected, place))
 
@@ -241,7 +249,7 @@ class FieldNames:
         return value if isinstance(value, str) else _messages(value, name, place)
 
     def _texts(self, record: Mapping[str, Any], chosen: str, rejected: str, place: str) -> Preference:
-        prompt = record.get(self.prompt)
+        prompt = record.get(self.prompt_field)
         if record.get(_INSTRUCTION) and not prompt:
             return _of_instructions([{**record, _OUTPUTS[0]: text} for text in (chosen, rejected)], place)
         if not self._before(record, place):
@@ -266,22 +274,23 @@ class FieldNames:
     def _no_prompt(self, record: Mapping[str, Any], place: str) -> str:
         other = next((name for name in PROMPTS if record.get(name)), None)
         remedy = f"or set prompt_field to {other!r}" if other else "or begin both answers with the prompt"
-        return f"{place}: the pair has no prompt: add a field {self.prompt!r}, {remedy}"
+        return f"{place}: the pair has no prompt: add a field {self.prompt_field!r}, {remedy}"
 
     def _before(self, record: Mapping[str, Any], place: str) -> Messages:
-        prompt = next((record[n] for n in (self.prompt, self.messages, _CONVERSATIONS) if record.get(n)), None)
+        fields = (self.prompt_field, self.messages_field, _CONVERSATIONS)
+        prompt = next((record[name] for name in fields if record.get(name)), None)
         if prompt is None:
             return ()
         if isinstance(prompt, str):
             return ({"role": "user", "content": prompt},)
-        return _messages(prompt, self.prompt, place)
+        return _messages(prompt, self.prompt_field, place)
 
     def _system(self, record: Mapping[str, Any]) -> Messages:
         system = record.get(_SYSTEM)
         return ({"role": _SYSTEM, "content": system},) if isinstance(system, str) and system else ()
 
     def _no_text(self, record: Mapping[str, Any], place: str) -> str:
-        lacks = f"{place}: no field {self.text!r}"
+        lacks = f"{place}: no field {self.text_field!r}"
         if "conversations" in record:
             return f"{lacks}: set messages_field to 'conversations'"
         for prompt, completion in PAIRS:
@@ -292,7 +301,7 @@ class FieldNames:
             return f"{lacks}: set text_field to one of {texts}"
         for name in record:
             _text(record[name], name, place)
-        write = " or ".join(f"{{{json.dumps(name)}: ...}}" for name in (self.text, self.messages))
+        write = " or ".join(f"{{{json.dumps(name)}: ...}}" for name in (self.text_field, self.messages_field))
         return f"{lacks}, nor any other text field: write {write}"
 
 

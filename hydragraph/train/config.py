@@ -51,6 +51,20 @@ _UNSET = cast("int", None)
 _NAME_LETTERS = frozenset(string.ascii_letters + string.digits + "-_")
 
 
+def _check_targets(name: str, value: object) -> object:
+    return check_text(name, value) if isinstance(value, str) else check_texts(name, value)
+
+
+def _check_betas(name: str, value: object) -> tuple[float, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{name!r} is {value!r}: give a list of numbers, such as [0.9, 0.95]")
+    if len(value) != 2:
+        raise ValueError(f"{name!r} is {list(value)}: give two numbers, such as [0.9, 0.95]")
+    for beta in value:
+        check_fraction(name, beta)
+    return tuple(value)
+
+
 def _strategies(value: object) -> tuple[str, ...]:
     several = [value] if isinstance(value, (str, Mapping)) else value
     if isinstance(several, Sequence):
@@ -100,9 +114,13 @@ class ModelConfig:
     def directory(self) -> str | None:
         return self.path or self.weights
 
+    @property
+    def directory_field(self) -> str:
+        return "model.path" if self.path is not None else "model.weights"
+
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(CheckedFields):
     """Low-rank adapters from `peft`, trained while the model's own weights are frozen.
 
     Attributes:
@@ -118,18 +136,11 @@ class LoraConfig:
 
     r: Positive = 16
     alpha: Number = 32.0
-    targets: tuple[str, ...] | str | None = None
+    targets: Annotated[tuple[str, ...] | str, _check_targets] | None = None
     rslora: bool = False
     dropout: Fraction = 0.0
     dora: bool = False
     modules_to_save: Texts | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if isinstance(self.targets, str):
-            check_text("targets", self.targets)
-        elif self.targets is not None:
-            object.__setattr__(self, "targets", check_texts("targets", self.targets))
 
 
 @dataclass(frozen=True)
@@ -144,8 +155,8 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True)
-class SourceConfig(CheckedFields):
-    """A corpus: its files and the format of its records.
+class FilesConfig:
+    """The files of a corpus.
 
     Attributes:
         paths: text, .jsonl, CSV, Parquet and Arrow files, directories with such files, and directories that `datasets`
@@ -154,36 +165,22 @@ class SourceConfig(CheckedFields):
         suffixes: suffixes of the files to read from a directory. None: read all record files (.jsonl, .parquet, ...),
             or all text files if the directory has none. If some record files are training splits, test and
             validation splits are skipped.
-        format: contents of .jsonl objects and table rows: "text", "chat" (messages), "completion" (a prompt and its
-            completion), "alpaca" (instruction, input, output, system, history), "tokens" (input_ids, and labels that
-            may be -100) or "preference" (a prompt with a chosen and a rejected answer, for `objective`). "auto" detects
-            the format from the first record of each file.
-        text_field: the field or column that contains the text.
-        messages_field: the field with a conversation, a list of {role, content}.
-        tools_field: the field with a conversation's tools.
-        prompt_field: the field with the prompt, whose tokens are not in the loss.
-        completion_field: the field with the completion.
-        chosen_field: the field with the preferred answer.
-        rejected_field: the field with the rejected answer.
-        max_samples: maximum number of documents to read; None: all.
     """
 
     paths: Texts = ()
     suffixes: Texts | None = None
-    format: Annotated[str, partial(check_choice, choices=FORMATS)] = "auto"
-    text_field: str = "text"
-    messages_field: str = "messages"
-    tools_field: str = "tools"
-    prompt_field: str = "prompt"
-    completion_field: str = "completion"
-    chosen_field: str = "chosen"
-    rejected_field: str = "rejected"
-    max_samples: Positive | None = None
 
-    @property
-    def fields(self) -> FieldNames:
-        names = [field.name for field in fields(FieldNames) if field.name != "format"]
-        return FieldNames(self.format, **{name: getattr(self, f"{name}_field") for name in names})
+
+@dataclass(frozen=True)
+class SourceConfig(CheckedFields, FieldNames, FilesConfig):
+    """A corpus: its files and the format of its records.
+
+    Attributes:
+        max_samples: maximum number of documents to read; None: all.
+    """
+
+    format: Annotated[str, partial(check_choice, choices=FORMATS)] = "auto"
+    max_samples: Positive | None = None
 
 
 @dataclass(frozen=True)
@@ -270,7 +267,7 @@ class DataConfig(SourceConfig):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(CheckedFields):
     """An elementwise optimizer of torch.optim, and its settings (None: the optimizer's default).
 
     Attributes:
@@ -283,20 +280,9 @@ class OptimizerConfig:
     name: str = "AdamW"
     lr: Number = 3e-4
     weight_decay: Number = 0.0
-    betas: tuple[float, ...] | None = None
+    betas: Annotated[tuple[float, ...], _check_betas] | None = None
     eps: Number | None = None
     momentum: Number | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.betas is not None:
-            if isinstance(self.betas, str) or not isinstance(self.betas, Sequence):
-                raise ValueError(f"'betas' is {self.betas!r}: give a list of numbers, such as [0.9, 0.95]")
-            object.__setattr__(self, "betas", tuple(self.betas))
-            if len(self.betas) != 2:
-                raise ValueError(f"'betas' is {list(self.betas)}: give two numbers, such as [0.9, 0.95]")
-            for beta in self.betas:
-                check_fraction("betas", beta)
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def data_remarks(config: TrainConfig) -> Iterator[str]:
         if omitted:
             remedy = "name the files in 'paths' or 'evaluation', or set 'suffixes'"
             yield f"these data files are not read: {listed(omitted)}; {remedy}"
-        fields = corpus.unread(paths, source.suffixes, source.fields, template)
+        fields = corpus.unread(paths, source.suffixes, source, template)
         if fields:
             yield f"these fields of the data are not read: {', '.join(fields)}"
 
@@ -456,7 +456,7 @@ def _paths(source: SourceConfig) -> list[Path]:
 
 
 def _read_from(source: SourceConfig) -> tuple[list[Path], tuple[str, ...] | None, FieldNames]:
-    return _paths(source), source.suffixes, source.fields
+    return _paths(source), source.suffixes, source
 
 
 def _known_tokenizer(config: TrainConfig) -> Path | None:
@@ -465,9 +465,9 @@ def _known_tokenizer(config: TrainConfig) -> Path | None:
     elif config.model.directory is not None:
         path = Path(config.model.directory)
         if not (path / _TOKENIZER).is_file():
-            where = "model.path" if config.model.path is not None else "model.weights"
             raise ValueError(
-                f"{where} {path} holds no tokenizer.json: set data.tokenizer to a tokenizer.json or its directory"
+                f"{config.model.directory_field} {path} holds no tokenizer.json: set data.tokenizer to a "
+                "tokenizer.json or its directory"
             )
     else:
         return None

@@ -155,7 +155,7 @@ def check_vocabulary(config: ModelConfig, model: Any, vocabulary: int) -> None:
     if isinstance(size, int) and size < vocabulary:
         where, way = "model.config.vocab_size", f"set it to at least {vocabulary}"
         if config.architecture is None:
-            where = f"{_field(config)} {config.directory}: vocab_size"
+            where = f"{config.directory_field} {config.directory}: vocab_size"
             way = (
                 "set data.tokenizer to the model's own tokenizer, or enlarge the model in Python with "
                 f"resize_token_embeddings({vocabulary}) and save_pretrained"
@@ -250,7 +250,7 @@ def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        where = f"{_field(config)} {config.directory}"
+        where = f"{config.directory_field} {config.directory}"
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"{where}: the model needs its own Python code (auto_map in config.json), which is not run by default: "
@@ -269,7 +269,7 @@ def directory_of(config: ModelConfig) -> str:
     path = str(config.directory)
     if (Path(path) / "config.json").is_file():
         return path
-    field = _field(config)
+    field = config.directory_field
     if not Path(path).is_dir() and _HUB_NAME.fullmatch(path):
         raise ValueError(
             f"{field} {path}: the directory does not exist; if this is a model on the Hugging Face Hub, download it "
@@ -277,10 +277,6 @@ def directory_of(config: ModelConfig) -> str:
         )
     what = "holds no config.json" if Path(path).is_dir() else "is not a directory"
     raise ValueError(f"{field} {path} {what}: name a directory that save_pretrained wrote")
-
-
-def _field(config: ModelConfig) -> str:
-    return "model.path" if config.path is not None else "model.weights"
 
 
 def _model_class(name: str) -> Any:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from hydragraph.train.field_checks import check_fields, check_text
+
+
+def _check_unexpanded(name: str, value: object) -> None:
+    check_text(name, value)  # `~` is expanded on each machine
 
 
 @dataclass(frozen=True)
@@ -23,13 +28,11 @@ class PiecesConfig:
             gcsfs), or null.
     """
 
-    local: str | None = None
+    local: Annotated[str, _check_unexpanded] | None = None
     peers: bool = True
     shared: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "local")
-        if self.local is not None:
-            check_text("local", self.local)  # is expanded on each machine
+        check_fields(self)
         if self.local is None and self.shared is None and not self.peers:
             raise ValueError("'peers' is false, and 'local' and 'shared' are not set: set one, or omit 'pieces'")

@@ -113,11 +113,14 @@ def _read_as(data: Sequence[Path]) -> tuple[FieldNames, set[Format]]:
     refusals: list[ValueError] = []
     for fields in (
         FieldNames(),
-        *(FieldNames(prompt=prompt, format="preference") for prompt in ("prompt", *PROMPTS)),
-        *(FieldNames(messages=messages, format="chat") for messages in ("messages", "conversations")),
+        *(FieldNames(prompt_field=prompt, format="preference") for prompt in ("prompt", *PROMPTS)),
+        *(FieldNames(messages_field=messages, format="chat") for messages in ("messages", "conversations")),
         FieldNames(format="alpaca"),
-        *(FieldNames(prompt=prompt, completion=completion, format="completion") for prompt, completion in PAIRS),
-        FieldNames(text="content"),
+        *(
+            FieldNames(prompt_field=prompt, completion_field=completion, format="completion")
+            for prompt, completion in PAIRS
+        ),
+        FieldNames(text_field="content"),
     ):
         try:
             return fields, corpus.formats(data, None, fields)
@@ -143,10 +146,10 @@ def _model(found: InspectedPaths, longest: int) -> list[str]:
 
 
 _NAMED: dict[Format, tuple[str, ...]] = {
-    "text": ("text",),
-    "chat": ("messages",),
-    "completion": ("prompt", "completion"),
-    "preference": ("prompt",),
+    "text": ("text_field",),
+    "chat": ("messages_field",),
+    "completion": ("prompt_field", "completion_field"),
+    "preference": ("prompt_field",),
 }
 
 
@@ -156,8 +159,8 @@ def _data(found: InspectedPaths, longest: int, per_step: int) -> list[str]:
     lines = ["data:", f"  paths: {json.dumps(paths)}{_paths_comment(found)}"]
     for name in _NAMED.get(found.format, ()):
         value = getattr(found.fields, name)
-        if value != name:
-            lines.append(f"  {name}_field: {json.dumps(value)}")
+        if value != getattr(FieldNames, name):
+            lines.append(f"  {name}: {json.dumps(value)}")
     if found.fields.format != "auto":
         lines.append(f"  format: {found.fields.format}")
     if found.format == "chat":

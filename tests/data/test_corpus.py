@@ -87,7 +87,9 @@ def test_jsonl_yields_one_document_per_line(tmp_path: Path) -> None:
     lines = [json.dumps({"text": text, "id": i}, ensure_ascii=bool(i % 2)) for i, text in enumerate(texts)]
     path = write(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + "\n\n".join(lines).encode())
     assert list(documents([path])) == texts
-    assert list(documents([write(tmp_path / "b.jsonl", '{"body": "x"}\r\n')], fields=FieldNames(text="body"))) == ["x"]
+    assert list(
+        documents([write(tmp_path / "b.jsonl", '{"body": "x"}\r\n')], fields=FieldNames(text_field="body"))
+    ) == ["x"]
 
 
 @pytest.mark.parametrize("suffix", [".ndjson", ".jsonlines", ".jl"])
@@ -135,7 +137,7 @@ def test_parquet_yields_one_document_per_row(tmp_path: Path) -> None:
     assert (report.documents, report.empty) == (5001, 2)
     for kind in (pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
         parquet.write_table(pyarrow.table({"body": pyarrow.array(["x", "y"]).cast(kind)}), tmp_path / "a.parquet")
-        assert list(documents([tmp_path], fields=FieldNames(text="body"))) == ["x", "y"]
+        assert list(documents([tmp_path], fields=FieldNames(text_field="body"))) == ["x", "y"]
 
 
 def test_parquet_errors_name_the_file_and_the_fix(tmp_path: Path) -> None:
@@ -144,12 +146,12 @@ def test_parquet_errors_name_the_file_and_the_fix(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"id": [1, 2], "text": ["x", "y"]}), path)
     with pytest.raises(ValueError, match=r"a.parquet: no column 'body': set text_field to one of \['text'\]"):
-        list(documents([path], fields=FieldNames(text="body")))
+        list(documents([path], fields=FieldNames(text_field="body")))
     parquet.write_table(pyarrow.table({"meta": [{"text": "x"}]}), tmp_path / "nested.parquet")
     with pytest.raises(ValueError, match=r"no column 'text': add a text column; none of \['meta'\] holds text"):
         list(documents([tmp_path / "nested.parquet"]))
     with pytest.raises(ValueError, match=r"a.parquet: row 1: 'id' is an int, not text"):
-        list(documents([path], fields=FieldNames(text="id")))
+        list(documents([path], fields=FieldNames(text_field="id")))
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"a.parquet: not a readable Parquet file"):
         list(documents([path]))
@@ -207,7 +209,7 @@ def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
     os.utime(path, ns=(10**18, 10**18))
     first = fingerprint([tmp_path])
     assert first == fingerprint([tmp_path]) == fingerprint([path])
-    assert first != fingerprint([tmp_path], fields=FieldNames(text="body"))
+    assert first != fingerprint([tmp_path], fields=FieldNames(text_field="body"))
     os.utime(path, ns=(10**18, 10**18 + 1))
     touched = fingerprint([tmp_path])
     write(path, "longer")

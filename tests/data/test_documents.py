@@ -23,7 +23,10 @@ def test_the_fields_say_what_a_record_holds() -> None:
     assert PLAIN.format_of(["text", "id"], "f:1") == "text"
     assert PLAIN.format_of(["messages", "prompt"], "f:1") == "chat"
     assert PLAIN.format_of(["prompt", "completion"], "f:1") == "completion"
-    assert FieldNames(prompt="question", completion="answer").format_of(["question", "answer"], "f:1") == "completion"
+    assert (
+        FieldNames(prompt_field="question", completion_field="answer").format_of(["question", "answer"], "f:1")
+        == "completion"
+    )
     assert FieldNames(format="chat").format_of(["text", "messages"], "f:1") == "chat"
     with pytest.raises(ValueError, match=r"f:1: the fields .* fit the formats text and chat: set format"):
         PLAIN.format_of(["text", "messages"], "f:1")
@@ -36,7 +39,7 @@ def test_conversations_are_written_as_templates_read_them() -> None:
         {"from": "human", "value": "hi"},
         {"from": "gpt", "value": [{"type": "text", "text": "h"}, {"type": "text", "text": "o"}], "weight": None},
     ]
-    document = FieldNames(messages="conversations").document({"conversations": said}, "chat", "f:1")
+    document = FieldNames(messages_field="conversations").document({"conversations": said}, "chat", "f:1")
     assert document == Conversation(({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}))
     pair = {"prompt": HI[:1], "completion": HI[1:]}
     assert PLAIN.document(pair, "completion", "f:1") == Conversation(({**HI[0], "weight": 0}, HI[1]))
@@ -112,7 +115,9 @@ def test_sharegpt_as_others_write_it() -> None:
         {"from": "observation", "value": "42"},
         {"from": "chatgpt", "value": "A"},
     ]
-    document = FieldNames(messages="conversations").document({"conversations": said, "system": "S"}, "chat", "f:1")
+    document = FieldNames(messages_field="conversations").document(
+        {"conversations": said, "system": "S"}, "chat", "f:1"
+    )
     assert isinstance(document, Conversation)
     assert [(turn["role"], turn["content"]) for turn in document.messages] == [
         ("system", "S"),
@@ -291,7 +296,7 @@ def test_pairs_that_lack_something_are_named(record: dict[str, Any], sentence: s
 
 
 def test_other_names_of_answers() -> None:
-    fields = FieldNames(format="preference", prompt="question", chosen="good", rejected="bad")
+    fields = FieldNames(format="preference", prompt_field="question", chosen_field="good", rejected_field="bad")
     assert fields.format_of(["question", "good", "bad"], "f") == "preference"
     pair = fields.document({"question": "Q", "good": "A", "bad": "B"}, "preference", "f:1")
     assert pair == PLAIN.document({"prompt": "Q", "chosen": "A", "rejected": "B"}, "preference", "f:1")
