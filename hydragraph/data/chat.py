@@ -69,7 +69,7 @@ class DocumentEncoder:
     def encode(self, document: Document, place: str) -> EncodedDocument:
         """Encode the document at `place`, or raise a ValueError."""
         if isinstance(document, str):
-            return EncodedDocument(self._ended(self._begun(document)))
+            return self.encode_texts([document])[0]
         if isinstance(document, TokenIds):
             return self._given(document, place)
         if isinstance(document, AlpacaRecord) and self.template is None:
@@ -77,6 +77,10 @@ class DocumentEncoder:
         if isinstance(document, Completion):
             return self._completion(document)
         return self._conversation(document, place)
+
+    def encode_texts(self, texts: Sequence[str]) -> list[EncodedDocument]:
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [EncodedDocument(self._ended(self._begun(encoding.ids))) for encoding in encodings]
 
     def turn_end(self) -> int | None:
         """Return the special token that ends an answer under the chat template, if there is one."""
@@ -92,8 +96,7 @@ class DocumentEncoder:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def _begun(self, text: str) -> list[int]:
-        ids = self._ids(text)
+    def _begun(self, ids: list[int]) -> list[int]:
         return ids if ids[: len(self.begin)] == self.begin else [*self.begin, *ids]
 
     def _ended(self, ids: list[int]) -> list[int]:
@@ -110,10 +113,12 @@ class DocumentEncoder:
         return EncodedDocument(list(tokens.ids), None if tokens.targets is None else list(tokens.targets))
 
     def _completion(self, pair: Completion) -> EncodedDocument:
-        prompt = self._begun(pair.prompt)
+        prompt = self._begun(self._ids(pair.prompt))
         text = pair.completion
         # Many tokenizers add a space before a text, so the completion is encoded after other text.
-        answer = _rest(self._begun(pair.prompt + text), prompt) or _rest(self._ids("\n" + text), self._ids("\n"))
+        answer = _rest(self._begun(self._ids(pair.prompt + text)), prompt) or _rest(
+            self._ids("\n" + text), self._ids("\n")
+        )
         answer = self._ended(answer or self._ids(text))
         return EncodedDocument([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
 

@@ -14,7 +14,7 @@ from hydragraph.atomic_write import whole_file
 from hydragraph.data.chat import DocumentEncoder
 from hydragraph.data.corpus import PlacedDocument
 from hydragraph.data.documents import characters_of
-from hydragraph.data.token_file import EncodedDocument, batched, encode_texts
+from hydragraph.data.token_file import EncodedDocument, batched
 
 _EVERY_S = 20.0
 
@@ -52,18 +52,14 @@ class EncodedParts:
         for path in self._files:
             with np.load(path) as part:
                 ids, lengths, targets = part["ids"], part["lengths"], part["targets"]
-            ends = np.cumsum(lengths)
-            masked = bool(len(targets))
-            yield [
-                EncodedDocument(ids[end - n : end], targets[end - n : end] if masked else None)
-                for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)
-            ]
+            ends = zip(np.cumsum(lengths).tolist(), lengths.tolist(), strict=True)
+            yield [EncodedDocument(ids[end - n : end], targets[end - n : end]) for end, n in ends]
 
     @property
     def targeted(self) -> bool:
         for path in self._files:
             with np.load(path) as part:
-                if len(part["targets"]) and not part["targets"].all():
+                if not part["targets"].all():
                     return True
         return False
 
@@ -81,9 +77,8 @@ class EncodedParts:
     def _write(self, documents: list[EncodedDocument], before: int) -> int:
         lengths = np.array([len(document.ids) for document in documents], np.int64)
         ids = np.concatenate([np.asarray(document.ids, np.uint32) for document in documents])
-        masked = any(document.targets is not None for document in documents)
-        every = [d.targets if d.targets is not None else [True] * len(d.ids) for d in documents] if masked else []
-        targets = np.concatenate([np.asarray(one, np.bool_) for one in every]) if masked else np.zeros(0, np.bool_)
+        every = [np.ones(len(d.ids), np.bool_) if d.targets is None else d.targets for d in documents]
+        targets = np.concatenate([np.asarray(one, np.bool_) for one in every])
         with whole_file(self._directory / f"{before:012d}.npz") as file:
             np.savez(file, ids=ids, lengths=lengths, targets=targets)
         return before + len(documents)
@@ -93,6 +88,6 @@ def _batches(documents: Iterable[PlacedDocument], encoder: DocumentEncoder) -> I
     for batch in batched(documents, lambda placed: characters_of(placed.document)):
         texts = [placed.document for placed in batch if isinstance(placed.document, str)]
         if len(texts) == len(batch):
-            yield encode_texts(texts, encoder.tokenizer, encoder.end, encoder.begin)
+            yield encoder.encode_texts(texts)
         else:
             yield [encoder.encode(placed.document, placed.place) for placed in batch]

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from operator import is_
 from typing import Any
 
@@ -72,15 +73,16 @@ class ChatTemplate:
     def _written(self, conversation: Conversation, place: str, marks: Collection[str]) -> _Written:
         pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else _MARKS
         refusal: ValueError | None = None
-        for way in _ways(conversation.messages):
+        calls = any(message.get("tool_calls") for message in conversation.messages)
+        for parts, texts in product((False, True), (False, True) if calls else (False,)):
             try:
-                written = _Written(self, conversation, place, way, pattern)
+                written = _Written(self, conversation, place, _Way(parts, texts), pattern)
                 written.check()
             except ValueError as error:
                 refusal = refusal or error
                 continue
             return written
-        assert refusal is not None, "`_ways` must yield a form"
+        assert refusal is not None, "at least one format is tried"
         raise refusal
 
     def render(
@@ -122,8 +124,8 @@ class _Way:
         texts: tool arguments are JSON text.
     """
 
-    parts: bool = False
-    texts: bool = False
+    parts: bool
+    texts: bool
 
     def message(self, message: Message) -> Message:
         converted = {name: value for name, value in message.items() if name != "weight"}
@@ -142,13 +144,6 @@ class _Way:
             arguments = json.loads(arguments or "{}")
         changed = {**function, "arguments": arguments}
         return {**call, "function": changed} if "function" in call else changed
-
-
-def _ways(messages: Sequence[Message]) -> Iterator[_Way]:
-    calls = any(message.get("tool_calls") for message in messages)
-    for parts in (False, True):
-        for texts in (False, True) if calls else (False,):
-            yield _Way(parts, texts)
 
 
 class _Written:

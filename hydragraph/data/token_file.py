@@ -42,10 +42,6 @@ _BATCH_CHARACTERS = 1 << 22
 _READ_BYTES = 1 << 24
 
 
-class NoText(ValueError):  # noqa: N818
-    """Error for a corpus without text."""
-
-
 @dataclass(frozen=True)
 class _Header:
     """Header of a token file.
@@ -193,31 +189,17 @@ def write_encoded(
         vocabulary: exclusive upper bound of the token ids.
 
     Raises:
-        NoText: the corpus is empty.
+        ValueError: the corpus is empty.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write(bytes(_HEADER_BYTES))
         header = _write_payload(file, batches, vocabulary, end, targeted)
         if not header.documents:
-            raise NoText("the corpus holds no text")
+            raise ValueError("the corpus holds no text")
         file.seek(0)
         file.write(header.pack())
     return TokenFile.open(path)
-
-
-def encode_texts(
-    texts: Sequence[str], tokenizer: Tokenizer, end: int, begin: Sequence[int] = ()
-) -> list[EncodedDocument]:
-    begins = list(begin)
-    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    every = (encoding.ids for encoding in encodings)
-    return [
-        EncodedDocument(
-            [*(begins if ids[: len(begins)] != begins else ()), *ids, *([end] if ids[-1:] != [end] else ())]
-        )
-        for ids in every
-    ]
 
 
 def batched(documents: Iterable[T], characters_of: Callable[[T], int]) -> Iterator[list[T]]:

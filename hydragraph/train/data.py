@@ -23,7 +23,7 @@ from hydragraph.data.documents import FieldNames, texts_of
 from hydragraph.data.mini_batches import Drawn, MiniBatches, Mixture, Split
 from hydragraph.data.parts import EncodedParts
 from hydragraph.data.template import ChatTemplate
-from hydragraph.data.token_file import NoText, TokenFile, vocabulary_of, write_encoded
+from hydragraph.data.token_file import TokenFile, vocabulary_of, write_encoded
 from hydragraph.errors import listed
 from hydragraph.spec.record import read_text
 from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
@@ -212,12 +212,11 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
         parts = EncodedParts(partial / f"{name}.parts")
         for done in parts.encoded(placed, encoder):
             progress(what, done, reading.part)
-        vocabulary = vocabulary_of(encoder.tokenizer)
-        try:
-            write_encoded(partial / name, parts.read(), vocabulary, encoder.end, parts.targeted)
-        except NoText:
+        if not reading.documents:
             elsewhere = f"{where} holds no text: check its paths, suffixes and text_field"
-            raise ValueError(_NO_TEXT if where == "data.paths" else elsewhere) from None
+            raise ValueError(_NO_TEXT if where == "data.paths" else elsewhere)
+        vocabulary = vocabulary_of(encoder.tokenizer)
+        write_encoded(partial / name, parts.read(), vocabulary, encoder.end, parts.targeted)
         parts.remove()
 
 

@@ -13,7 +13,6 @@ from hydragraph.data.chat import DocumentEncoder
 from hydragraph.data.chat import chatml as chatml_for
 from hydragraph.data.documents import AlpacaRecord, Completion, Conversation, FieldNames, TokenIds, texts_of
 from hydragraph.data.template import ChatTemplate
-from hydragraph.data.token_file import encode_texts
 from hydragraph.data.tokenizer import train_bpe
 from tests.data.chats import BARE, BEGINS, MARKED, PLAIN, REWRITES, TOOLS, encoder
 
@@ -136,7 +135,7 @@ def test_texts_begin_as_the_tokenizer_begins_them() -> None:
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
     encode = DocumentEncoder(tokenizer, END).encode
     assert encode("hello", "here").ids == encode("<s>hello", "here").ids == [begin, *ids("hello"), END]
-    batch = encode_texts(["hello", "<s>hello"], tokenizer, END, [begin])
+    batch = DocumentEncoder(tokenizer, END).encode_texts(["hello", "<s>hello"])
     assert [document.ids for document in batch] == [[begin, *ids("hello"), END]] * 2
 
 
@@ -210,8 +209,7 @@ def test_a_document_that_ends_itself_is_not_ended_twice() -> None:
     pair = DocumentEncoder(TOKENIZER, END).encode(Completion("hello", "there<|endoftext|>"), "here")
     assert list(pair.ids).count(END) == 1
     for text in ("hello", "hello<|endoftext|>"):
-        for encoded in (DocumentEncoder(TOKENIZER, END).encode(text, "here"), *encode_texts([text], TOKENIZER, END)):
-            assert list(encoded.ids) == [*ids("hello"), END]
+        assert list(DocumentEncoder(TOKENIZER, END).encode(text, "here").ids) == [*ids("hello"), END]
 
 
 def test_tools_are_offered_and_called() -> None:

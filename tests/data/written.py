@@ -10,15 +10,17 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from hydragraph.data import corpus
+from hydragraph.data.chat import DocumentEncoder
 from hydragraph.data.documents import Document
-from hydragraph.data.token_file import TokenFile, batched, encode_texts, vocabulary_of, write_encoded
+from hydragraph.data.token_file import TokenFile, batched, vocabulary_of, write_encoded
 from hydragraph.data.tokenizer import end_of_text_token
 
 
 def write_tokens(path: Path, documents: Iterable[str], tokenizer: Tokenizer) -> TokenFile:
     """Encode texts, end each with the end-of-text token, and write them to a token file."""
     end = tokenizer.get_vocab()[end_of_text_token(tokenizer)]
-    batches = (encode_texts(batch, tokenizer, end) for batch in batched(documents, len))
+    encoder = DocumentEncoder(tokenizer, end)
+    batches = (encoder.encode_texts(batch) for batch in batched(documents, len))
     return write_encoded(path, batches, vocabulary_of(tokenizer), end, False)
 
 
