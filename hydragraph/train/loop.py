@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -132,8 +132,12 @@ class _Launched:
     stopping: Requests
 
     @property
+    def leads(self) -> bool:
+        return self.world.rank == 0
+
+    @property
     def leader(self) -> Watcher | None:
-        return self.watcher if self.world.rank == 0 else None
+        return self.watcher if self.leads else None
 
 
 @dataclass(frozen=True)
@@ -178,18 +182,14 @@ class _RunInputs:
     tokens: PreparedCorpus
     model: nn.Module
     ranks: int
+    launched: _Launched
     strategies: tuple[Strategy, ...]
     reference: ReferenceScores | None
     anew: Callable[[], Mixture]
 
     @staticmethod
     def of(
-        config: TrainConfig,
-        tokens: PreparedCorpus,
-        model: nn.Module,
-        ranks: int,
-        folder: RunFolder,
-        world: World | None,
+        config: TrainConfig, tokens: PreparedCorpus, model: nn.Module, ranks: int, launched: _Launched, joins: bool
     ) -> _RunInputs:
         strategies = () if config.automatic else read_strategies(config.strategies, model, ranks)
         config = replace(config, steps=steps_of(config, mini_batches(config, tokens)), epochs=None)
@@ -198,23 +198,24 @@ class _RunInputs:
             evaluation = evaluation_streams(config, tokens) if config.evaluates else {}
             identify = partial(model_identity, config)
             identity = None
-            if world is not None:
-                identity = together(world, "reading the model's files", world.rank == 0, identify)[0]
-            reference = ReferenceScores(folder.reference, mini_batches(config, tokens), evaluation, identity)
+            if not joins:
+                identity = together(launched.world, "reading the model's files", launched.leads, identify)[0]
+            reference = ReferenceScores(launched.folder.reference, mini_batches(config, tokens), evaluation, identity)
         anew = partial(mini_batches, config, tokens, None if reference is None else reference.of)
-        return _RunInputs(config, tokens, model, ranks, strategies, reference, anew)
+        return _RunInputs(config, tokens, model, ranks, launched, strategies, reference, anew)
 
     def evaluation(self) -> dict[str, list[list[Drawn]]]:
         scores = None if self.reference is None else self.reference.of
         return evaluation_batches(self.config, self.tokens, scores) if self.config.evaluates else {}
 
-    def run(self, world: World, folder: RunFolder, executor: Any, pieces: Pieces | None, **leading: Any) -> Run:
+    def run(self, executor: Any, pieces: Pieces | None, **leading: Any) -> Run:
         config = self.config
+        world = self.launched.world
         trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         return Run(
             config,
             world,
-            folder,
+            self.launched.folder,
             executor,
             () if config.plan.choose else self.strategies,
             evaluate_at=parts_of_epochs(self.anew(), config.evaluate_per_epoch, config.steps),
@@ -225,23 +226,24 @@ class _RunInputs:
         )
 
 
-def _session(config: TrainConfig, start: _Start, launched: _Launched, owned: ExitStack) -> RunOutcome:
+def _session(given: TrainConfig, start: _Start, launched: _Launched, owned: ExitStack) -> RunOutcome:
     world = launched.world
     folder = launched.folder
     leader = launched.leader
     ranks = world.ranks if (member := here()) is None else member.ranks  # some ranks may join `world` later
-    together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, ranks))
-    together(world, "checking the places for checkpoint pieces", world.local_rank == 0, lambda: check_places(config))
-    together(world, "reading the data", world.local_rank == 0, lambda: check_data(config))
-    tokens = shared_tokens(config, world, launched.watcher)
-    prepared = _RunInputs.of(config, tokens, _model(config, tokens), ranks, folder, world)
-    batches = prepared.anew()
-    _check_inputs(config, prepared, batches, start)
-    if leader is not None:
-        for sentence in _remarks(config, prepared, batches, ranks):
-            leader.note(sentence)
+    together(world, "checking the config", world.local_rank == 0, lambda: check_settings(given, ranks))
+    together(world, "checking the places for checkpoint pieces", world.local_rank == 0, lambda: check_places(given))
+    together(world, "reading the data", world.local_rank == 0, lambda: check_data(given))
+    tokens = shared_tokens(given, world, launched.watcher)
+    prepared = _RunInputs.of(given, tokens, _model(given, tokens), ranks, launched, joins=False)
     config = prepared.config
-    executor = _compiled(prepared, launched)
+    batches = prepared.anew()
+    _check_inputs(given, prepared, batches, start)
+    if leader is not None:
+        unintended = remarks(given, prepared.model, prepared.strategies, ranks, batches, config.steps)
+        for sentence in (*data_remarks(config), *length_remarks(config, tokens), *unintended):
+            leader.note(sentence)
+    executor = _compiled(prepared)
     if prepared.strategies and world.ranks < ranks:
         prepared = replace(prepared, strategies=executor.strategies)
     if config.model.weights is not None and start.last is None:
@@ -253,18 +255,18 @@ def _session(config: TrainConfig, start: _Start, launched: _Launched, owned: Exi
         # `begin` may delete an earlier run, so all checks come first.
         if last is None:
             together(world, "creating the run's folder", world.rank == 0, begin)
-        if stop := _score(prepared, executor, start, launched):
+        if stop := _score(prepared, executor, start):
             executor.close()
             return RunOutcome(folder, (), stop)
         evaluation = prepared.evaluation()
         if last is not None:
-            last, done = _load(prepared, executor, batches, last, start.step is None, launched)
+            last, done = _load(prepared, executor, batches, last, start.step is None)
             together(world, "continuing in the run's folder", world.rank == 0, begin)
         pieces = open_pieces(config, world, folder)
         if leader is not None:
             tokenizer.copy(tokens.directory, folder.tokenizer)
             if last is not None:
-                _note_resumed(config, folder, leader, world.ranks, done, last, changed)
+                _note_resumed(prepared, leader, done, last, changed)
         stack.enter_context(naming_the_checkpoint(folder))
         log = stack.enter_context(open_log(folder, done, leader)) if leader is not None else None
         executor.watched = config.watches
@@ -275,8 +277,6 @@ def _session(config: TrainConfig, start: _Start, launched: _Launched, owned: Exi
             stack.callback(controller.close)
         callbacks = Callbacks.load(config.callbacks if leader is not None else ())
         run = prepared.run(
-            world,
-            folder,
             executor,
             pieces,
             evaluation=evaluation,
@@ -301,7 +301,7 @@ def _session(config: TrainConfig, start: _Start, launched: _Launched, owned: Exi
         state.began = folder.began
         executor.spans = list[TraceEvent]() if start.trace else None
         write_run_ranks(run)
-        return _follow(run, state, launched.stopping, owned, prepared)
+        return _follow(run, state, owned, prepared)
 
 
 def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: Mixture, start: _Start) -> None:
@@ -313,14 +313,8 @@ def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: Mixture, st
         evaluation_streams(config, prepared.tokens)  # raises errors before training starts
 
 
-def _remarks(given: TrainConfig, prepared: _RunInputs, batches: Mixture, ranks: int) -> Iterator[str]:
-    config = prepared.config
-    yield from data_remarks(config)
-    yield from length_remarks(config, prepared.tokens)
-    yield from remarks(given, prepared.model, prepared.strategies, ranks, batches, config.steps)
-
-
-def _score(prepared: _RunInputs, executor: Any, start: _Start, launched: _Launched) -> int:
+def _score(prepared: _RunInputs, executor: Any, start: _Start) -> int:
+    launched = prepared.launched
     world = launched.world
     reference, weights = prepared.reference, prepared.config.model.weights
     missing: list[list[tuple[str, int]]] = [] if reference is None else reference.missing(prepared.config)
@@ -328,7 +322,7 @@ def _score(prepared: _RunInputs, executor: Any, start: _Start, launched: _Launch
         return 0
     if start.last is not None:
         checked = partial(_check_checkpoint, start.last.path, prepared, executor)
-        together(world, "checking the checkpoint", world.rank == 0, checked)
+        together(world, "checking the checkpoint", launched.leads, checked)
         if weights is not None:
             executor.load_pretrained(Path(weights))
     return reference.complete(missing, executor, world, launched.stopping, launched.leader)
@@ -360,13 +354,9 @@ def _place(batches: Mixture, state: Mapping[str, Any], prepared: _RunInputs, own
 
 
 def _load(
-    prepared: _RunInputs,
-    executor: Any,
-    batches: Mixture,
-    last: Checkpoint,
-    newest: bool,
-    launched: _Launched,
+    prepared: _RunInputs, executor: Any, batches: Mixture, last: Checkpoint, newest: bool
 ) -> tuple[Checkpoint, int]:
+    launched = prepared.launched
     world = launched.world
     steps = prepared.config.steps
     pieces = open_pieces(prepared.config, world, launched.folder) if newest else None
@@ -378,20 +368,20 @@ def _load(
     return last, done
 
 
-def _note_resumed(
-    config: TrainConfig, folder: RunFolder, leader: Watcher, ranks: int, done: int, last: Checkpoint, changed: str
-) -> None:
+def _note_resumed(prepared: _RunInputs, leader: Watcher, done: int, last: Checkpoint, changed: str) -> None:
+    launched = prepared.launched
     since = f"; changed settings: {changed}" if changed else ""
     source = "checkpoint pieces" if done > last.step else last.path
-    sentence = f"continuing after step {done} of {config.steps}, from {source}{since}"
-    append_event(folder.events, RunEvent(done, "resumed", tuple(range(ranks)), 0.0, sentence))
+    sentence = f"continuing after step {done} of {prepared.config.steps}, from {source}{since}"
+    event = RunEvent(done, "resumed", tuple(range(launched.world.ranks)), 0.0, sentence)
+    append_event(launched.folder.events, event)
     leader.note(sentence)
 
 
-def _compiled(prepared: _RunInputs, launched: _Launched, **joining: bool) -> Any:
+def _compiled(prepared: _RunInputs, **joining: bool) -> Any:
     config = prepared.config
-    device = launched.world.device
-    return launched.compile(
+    device = prepared.launched.world.device
+    return prepared.launched.compile(
         prepared.model,
         optimizer=optimizer_factory(config.optimizer, prepared.model, device),
         **_chosen_from(prepared),
@@ -405,29 +395,29 @@ def _compiled(prepared: _RunInputs, launched: _Launched, **joining: bool) -> Any
 
 
 def _join_run(config: TrainConfig, launched: _Launched) -> RunOutcome:
-    folder = launched.folder
     tokens = open_tokens(config, kept("data", "data", lambda: prepare(config)))
     if config.adapter is None:
         model = skeleton(config.model, tokens.vocabulary, tokens.end_of_text)
     else:
         model = _model(config, tokens)
-    prepared = _RunInputs.of(config, tokens, model, config.ranks, folder, None)
+    prepared = _RunInputs.of(config, tokens, model, config.ranks, launched, joins=True)
     batches = prepared.anew()
-    executor = _compiled(prepared, launched, joining=True)
+    executor = _compiled(prepared, joining=True)
     executor.watched = config.watches
-    run = prepared.run(launched.world, folder, executor, None, evaluation={})
+    run = prepared.run(executor, None, evaluation={})
     state = TrainState(launched.watcher, batches, prepared.anew, ahead_of(run, batches), -1, -1, {})
     run = replace(run, joined=cache(partial(_joined, run, state, prepared, config)))
-    with ExitStack() as owned, launched.stopping.working(), naming_the_checkpoint(folder):
-        return _follow(run, state, launched.stopping, owned, prepared)
+    with ExitStack() as owned, launched.stopping.working(), naming_the_checkpoint(launched.folder):
+        return _follow(run, state, owned, prepared)
 
 
 def _joined(run: Run, state: TrainState, prepared: _RunInputs, given: TrainConfig) -> Run:
     """Return a joining rank's run. Call this after ranks meet, because rank 0 may first change the folder."""
     config = _with_stored_heldout(given, run.folder.last())
     if config is not given:
-        prepared = _RunInputs.of(config, prepared.tokens, prepared.model, prepared.ranks, run.folder, None)
-        run = prepared.run(run.world, run.folder, run.executor, None, evaluation={})
+        inputs = (prepared.tokens, prepared.model, prepared.ranks, prepared.launched)
+        prepared = _RunInputs.of(config, *inputs, joins=True)
+        run = replace(prepared.run(run.executor, None, evaluation={}), world=run.world)
     if prepared.reference is not None:
         prepared.reference.read()
     state.anew, state.batches = prepared.anew, prepared.anew()
@@ -435,7 +425,7 @@ def _joined(run: Run, state: TrainState, prepared: _RunInputs, given: TrainConfi
     return replace(run, evaluation=prepared.evaluation(), pieces=pieces)
 
 
-def _follow(run: Run, state: TrainState, stopping: Requests, owned: ExitStack, prepared: _RunInputs) -> RunOutcome:
+def _follow(run: Run, state: TrainState, owned: ExitStack, prepared: _RunInputs) -> RunOutcome:
     """Train to the end; if ranks are lost, continue with the remaining and joining ranks."""
     failure: RankFailure | Stopped | None = None
     changed = state.done < 0  # whether this rank is joining
@@ -450,7 +440,7 @@ def _follow(run: Run, state: TrainState, stopping: Requests, owned: ExitStack, p
                     return _end_early(run, state, ending)
                 if (elastic() or run.pieces is not None) and not state.done and not state.kept:
                     checkpoint(run, state)  # a rank may be lost before the first scheduled checkpoint
-                stopped = _steps(run, state, stopping)
+                stopped = _steps(run, state, prepared.launched.stopping)
                 if run.executor.spans is not None:
                     write_spans(run)
                 if run.config.checkpoint.asynchronous:
@@ -467,7 +457,7 @@ def _follow(run: Run, state: TrainState, stopping: Requests, owned: ExitStack, p
     run.executor.close()
     if run.pieces is not None and not stopped:
         run.pieces.clear(store=run.world.rank == 0)
-    return RunOutcome(run.folder, tuple(run.log.history) if run.log is not None else (), stopped)
+    return run.outcome(stopped)
 
 
 def _steps(run: Run, state: TrainState, stopping: Requests) -> int:
@@ -580,7 +570,7 @@ def _end_early(run: Run, state: TrainState, ending: str) -> RunOutcome:
     if ending != ALL_LEAVE:
         saved = f"step {state.done} is saved in {run.folder.place(state.done)}"
         raise TooFewRanks(ending, f"{saved}; continue with --resume and more ranks")
-    return RunOutcome(run.folder, tuple(run.log.history) if run.log is not None else (), signal.SIGTERM)
+    return run.outcome(signal.SIGTERM)
 
 
 def _chosen_from(prepared: _RunInputs) -> dict[str, Any]:

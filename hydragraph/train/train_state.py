@@ -80,6 +80,9 @@ class Run:
                 digest.update(tensor.numpy().tobytes())
         return digest.hexdigest()[:16]
 
+    def outcome(self, stopped: int) -> RunOutcome:
+        return RunOutcome(self.folder, tuple(self.log.history) if self.log is not None else (), stopped)
+
     def strategy_of(self, step: int) -> Strategy | None:
         return self.strategies[(step - 1) % len(self.strategies)] if self.strategies else None
 

@@ -98,7 +98,7 @@ def test_a_spare_reads_the_folder_after_the_run_has_begun_and_the_ranks_meet(
     nothing: Any = None
     world, folder = apart("cpu"), RunFolder(tmp_path / "run")
     with mock.patch.object(loop, "_follow") as follow:
-        loop._join_run(given, loop._Launched(compile_plain, nothing, world, folder, Stopping(30)))
+        loop._join_run(given, launched := loop._Launched(compile_plain, nothing, world, folder, Stopping(30)))
     run, state, *_ = follow.call_args.args
 
     folder.begin(given, "overwrite")
@@ -107,7 +107,7 @@ def test_a_spare_reads_the_folder_after_the_run_has_begun_and_the_ranks_meet(
     (folder.place(0) / "complete.json").write_text("{}")
     tokens = open_tokens(given, prepare(given))
     began = replace(given, data=replace(given.data, heldout=0.25))
-    first = loop._RunInputs.of(began, tokens, loop._model(began, tokens), 1, folder, world)
+    first = loop._RunInputs.of(began, tokens, loop._model(began, tokens), 1, launched, joins=False)
     assert first.reference is not None
     for scores in first.reference.of.values():
         scores[:] = -2.0
