@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from hydragraph.spec.home import Home
-from hydragraph.train.chaos.fault_injection import ACTIONS, Victim, least_ranks, lives, send
+from hydragraph.train.chaos.fault_injection import ACTIONS, Victim, least_ranks, lives, send, wait
 from hydragraph.train.chaos.machines import Machines, with_disks
 from hydragraph.train.config import CheckpointConfig, ElasticConfig, PlanConfig, TrainConfig
 from hydragraph.train.goodput import account
@@ -76,13 +76,17 @@ class DisturbedRun:
         last = f"; the output ends with:\n{self.said}" if self.said else "; the output is empty"
         return (self.hung or how) + last
 
+    @property
+    def losses(self) -> dict[int, float]:
+        return {m.step: m.loss for m in self.metrics}
+
     def until(self, step: int) -> DisturbedRun:
         return replace(self, metrics=tuple(m for m in self.metrics if m.step <= step))
 
     def difference(self, other: DisturbedRun) -> float:
         """Return the largest relative difference between two runs' losses; infinite if a step is missing."""
-        mine = {m.step: m.loss for m in self.metrics}
-        theirs = {m.step: m.loss for m in other.metrics}
+        mine = self.losses
+        theirs = other.losses
         if mine.keys() != theirs.keys() or not mine:
             return math.inf
         return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in mine)
@@ -98,11 +102,10 @@ def departure(disturbed: DisturbedRun, undisturbed: DisturbedRun, control: Distu
     Training amplifies rounding errors. Therefore, the allowed difference at each step depends on `control`, an
     undisturbed run with another number of ranks. Without `control`, losses must be bitwise equal.
     """
-    theirs = {m.step: m.loss for m in undisturbed.metrics}
-    others = {} if control is None else {m.step: m.loss for m in control.metrics}
-    mine = {m.step: m.loss for m in disturbed.metrics}
+    others = {} if control is None else control.losses
+    mine = disturbed.losses
     allowed = 0.0 if control is None else ROUNDING
-    for step, loss in theirs.items():
+    for step, loss in undisturbed.losses.items():
         allowed = max(allowed, MARGIN * abs(others.get(step, loss) - loss) / abs(loss))
         if step not in mine or not abs(mine[step] - loss) <= allowed * abs(loss):
             return step
@@ -270,10 +273,8 @@ class _Striker:
 
 
 def _still_there(pids: set[int]) -> tuple[int, ...]:
-    end = time.monotonic() + _END_S
-    while (left := tuple(sorted(filter(lives, pids)))) and time.monotonic() < end:
-        time.sleep(0.05)
-    return left
+    wait(lambda: not any(map(lives, pids)), _END_S)
+    return tuple(sorted(filter(lives, pids)))
 
 
 def rows(disturbed: DisturbedRun, undisturbed: DisturbedRun) -> Iterator[tuple[str, str]]:

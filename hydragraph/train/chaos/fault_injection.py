@@ -98,12 +98,14 @@ class Victim:
 
     def until(self, what: Callable[[], object], limit_s: float = float("inf")) -> bool:
         """Wait until a condition holds, the run ends, or the limit passes; return whether the condition holds."""
-        end = time.monotonic() + limit_s
-        while self.alive and time.monotonic() < end:
-            if what():
-                return True
-            time.sleep(_LOOK_S)
+        wait(lambda: what() or not self.alive, limit_s, _LOOK_S)
         return bool(what())
+
+
+def wait(done: Callable[[], object], limit_s: float, every_s: float = 0.02) -> None:
+    end = time.monotonic() + limit_s
+    while not done() and time.monotonic() < end:
+        time.sleep(every_s)
 
 
 def send(pid: int, which: signal.Signals) -> None:
@@ -117,9 +119,7 @@ def lives(pid: int) -> bool:
 
 
 def ended(pid: int, limit_s: float) -> bool:
-    end = time.monotonic() + limit_s
-    while lives(pid) and time.monotonic() < end:
-        time.sleep(0.02)
+    wait(lambda: not lives(pid), limit_s)
     return not lives(pid)
 
 

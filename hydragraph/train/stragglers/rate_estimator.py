@@ -21,10 +21,10 @@ dominate.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median, median_low
 from typing import Any, TypeVar
 
@@ -70,19 +70,6 @@ class Change:
         return self.rate == 1.0
 
 
-@dataclass
-class _Samples:
-    logs: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-
-    @property
-    def known(self) -> bool:
-        return len(self.logs) >= CALIBRATION
-
-    @property
-    def factor(self) -> float:
-        return math.exp(median(self.logs))
-
-
 class Estimator:
     """Estimator of ranks' rates after each iteration.
 
@@ -99,7 +86,8 @@ class Estimator:
         self._sensitivity = sensitivity or Sensitivity()
         self._certain = certain
         self._held = dict(held or {})
-        self._kinds: dict[Kind, _Samples] = {}
+        # Logarithms of the errors of the cost model, by kind of work.
+        self._errors: defaultdict[Kind, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._residuals: dict[int, deque[float]] = {}  # logarithms of slowdowns, by rank
         self._recent: deque[Mapping[int, float]] = deque()  # residuals of the last iterations, by rank
         self._healthy: deque[Mapping[int, float]] = deque(maxlen=WINDOW)
@@ -128,7 +116,7 @@ class Estimator:
             return {numbers[rank]: deepcopy(value) for rank, value in values.items() if rank in numbers}
 
         estimator = Estimator(self._sensitivity, self._certain)
-        estimator._kinds = deepcopy(self._kinds)
+        estimator._errors = deepcopy(self._errors)
         estimator._held = anew(self._held)
         estimator._residuals = anew(self._residuals)
         estimator._recent = deque(map(anew, self._recent))
@@ -162,11 +150,11 @@ class Estimator:
     def _known(self, work: Work) -> dict[int, tuple[float, float]]:
         rank_seconds = {}
         for rank, kinds in work.items():
-            known_kinds = {kind: kind_seconds for kind, kind_seconds in kinds.items() if self._kind(kind).known}
+            known_kinds = {kind: pair for kind, pair in kinds.items() if len(self._errors[kind]) >= CALIBRATION}
             measured = sum(m for m, _ in known_kinds.values())
             whole = sum(predicted for _, predicted in kinds.values())
             if known_kinds and sum(predicted for _, predicted in known_kinds.values()) >= SHARED * whole:
-                expected = sum(self._kinds[kind].factor * predicted for kind, (_, predicted) in known_kinds.items())
+                expected = sum(math.exp(median(self._errors[kind])) * pair[1] for kind, pair in known_kinds.items())
                 rank_seconds[rank] = measured, expected
         return rank_seconds
 
@@ -193,7 +181,7 @@ class Estimator:
                 else:
                     samples.append(log - log_rate - strange.get(rank, 0.0))
             if samples:
-                self._kind(kind).logs.append(median_low(samples))
+                self._errors[kind].append(median_low(samples))
 
     def _strange(self, by_kind: Mapping[Kind, Mapping[int, float]]) -> dict[int, float]:
         """Return the log slowdown of each rank that is much slower than others at the same kinds of work.
@@ -209,9 +197,6 @@ class Estimator:
                     behind.setdefault(rank, []).append(log - base - math.log(self._held.get(rank, 1.0)))
         within = math.log(self._sensitivity.enter)
         return {rank: median_low(values) for rank, values in behind.items() if median_low(values) > within}
-
-    def _kind(self, kind: Kind) -> _Samples:
-        return self._kinds.setdefault(kind, _Samples())
 
     def _judged(self, rank: int, residual: float) -> Change | None:
         every = self._residuals.setdefault(rank, deque(maxlen=2 * OF))

@@ -52,6 +52,9 @@ class StateCosts:
     held_bytes: float | None = None
     messages_s: float = 0.0
 
+    def free(self, ranks: int) -> list[float]:
+        return [math.inf] * ranks if self.free_bytes is None else list(self.free_bytes)
+
     @property
     def held_per_element(self) -> float:
         return self.bytes_per_element if self.held_bytes is None else self.held_bytes
@@ -181,9 +184,7 @@ def best_shares(
         ValueError: the ranks do not have enough memory.
     """
     rates = np.array([health.rate(rank) for rank in range(ranks)])
-    room = np.full(ranks, math.inf)
-    if costs.free_bytes is not None:
-        room = np.array(costs.free_bytes, float) / (costs.held_per_element * elements)
+    room = np.array(costs.free(ranks)) / (costs.held_per_element * elements)
     room[list(without)] = 0.0
     share = filled(rates, room)
     if share is None:
@@ -235,13 +236,11 @@ def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements
 
 def passes(way: Sequence[Home], ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> bool:
     """Return whether, in every stage of a move, all ranks have memory for their old and new shards."""
-    if costs.free_bytes is None:
-        return True
     for old, new in pairwise(way):
         before = HomeLayouts(old, ranks)
         after = HomeLayouts(new, ranks)
         moved = [b for b in buckets if _shares(old, b.name, ranks) != _shares(new, b.name, ranks)]
-        for rank, free in enumerate(costs.free_bytes):
+        for rank, free in enumerate(costs.free(ranks)):
             size = sum(before.of(b).local_size(rank) for b in buckets)
             size += sum(after.of(b).local_size(rank) for b in moved)
             if size * costs.held_per_element > free:
@@ -265,7 +264,5 @@ def _seconds(home: Home, ranks: int, buckets: Sequence[Bucket], health: Health, 
 
 
 def _fits(home: Home, ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> bool:
-    if costs.free_bytes is None:
-        return True
-    sizes = owned_by(home, ranks, buckets)
-    return all(size * costs.held_per_element <= free for size, free in zip(sizes, costs.free_bytes, strict=True))
+    sizes = zip(owned_by(home, ranks, buckets), costs.free(ranks), strict=True)
+    return all(size * costs.held_per_element <= free for size, free in sizes)

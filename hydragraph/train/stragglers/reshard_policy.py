@@ -163,15 +163,9 @@ class ReshardPolicy:
             why = f"dry run, not done: {why}"
         else:
             self._parts.extend(parts)
-        return RunEvent(
-            step,
-            "migrate",
-            tuple(sorted(health.rates)),
-            better.moving_s,
-            why,
-            dict(health.rates),
-            better.before_s,
-            better.after_s,
-            not self.dry_run,
-            moved_bytes=0 if self.dry_run else int(went * self.costs.bytes_per_element),
-        )
+        done = not self.dry_run
+        rates = dict(health.rates)
+        ranks = tuple(sorted(rates))
+        times = (better.before_s, better.after_s)
+        moved = int(went * self.costs.bytes_per_element) if done else 0
+        return RunEvent(step, "migrate", ranks, better.moving_s, why, rates, *times, done, moved_bytes=moved)
