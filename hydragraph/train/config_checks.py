@@ -117,12 +117,7 @@ def check_budget(config: TrainConfig, tokens: int) -> None:
 
 
 def remarks(
-    config: TrainConfig,
-    model: nn.Module,
-    strategies: Sequence[Strategy],
-    ranks: int,
-    batches: Mixture,
-    steps: int,
+    config: TrainConfig, model: nn.Module, strategies: Sequence[Strategy], ranks: int, batches: Mixture, steps: int
 ) -> Iterator[str]:
     """Yield a remark on each setting that may be unintended."""
     tokens = batches.tokens

@@ -86,12 +86,13 @@ class Screen:
         regular = metrics.step in (1, self._steps) or self._is_time(now)
         if not self._console.is_terminal and (regular or evaluated):
             self._printed = now
-            self._print(f"step {metrics.step}/{self._steps}  {numbers}{ending}")
+            self.note(f"step {metrics.step}/{self._steps}  {numbers}{ending}")
         elif evaluated:
-            self._print(f"step {metrics.step}: {evaluated}")
+            self.note(f"step {metrics.step}: {evaluated}")
 
     def note(self, sentence: str) -> None:
-        self._print(sentence)
+        # rich would interpret the brackets of strategies as markup
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def _show(self, what: str, done: int, of: int | None, unit: str) -> None:
         now = self._clock()
@@ -102,7 +103,7 @@ class Screen:
         if not self._console.is_terminal and (new or self._is_time(now)):
             self._printed = now
             parts = f"{done:,} of {of:,}" if of else f"{done:,} {unit}" if done else ""
-            self._print(what if new or not parts else f"{what}: {parts}")
+            self.note(what if new or not parts else f"{what}: {parts}")
 
     def _is_time(self, now: float) -> bool:
         return now - self._printed >= (_OFTEN_S if now - self._began < _SETTLED_S else _SELDOM_S)
@@ -127,10 +128,6 @@ class Screen:
     def _update(self, done: int, numbers: str) -> None:
         if self._task is not None:
             self._progress.update(self._task, completed=done, numbers=numbers)
-
-    def _print(self, text: str) -> None:
-        # rich would interpret the brackets of strategies as markup
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def evaluation_text(metrics: Metrics) -> str:

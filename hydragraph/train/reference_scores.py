@@ -37,22 +37,15 @@ class ReferenceScores:
     """
 
     def __init__(
-        self,
-        path: Path,
-        train: Mixture,
-        evaluation: Mapping[str, Iterable[MiniBatches]],
-        model: str | None,
+        self, path: Path, train: Mixture, evaluation: Mapping[str, Iterable[MiniBatches]], model: str | None
     ) -> None:
         self._path = path
         self._model = model
         self._train = train
-        self._streams = {train_name(i): member for i, member in enumerate(train.members)}
         self._evaluation = {
-            name: {evaluation_name(name, i): stream for i, stream in enumerate(streams)}
-            for name, streams in evaluation.items()
+            evaluation_name(name, i): stream for name, streams in evaluation.items() for i, stream in enumerate(streams)
         }
-        for streams in self._evaluation.values():
-            self._streams.update(streams)
+        self._streams = {train_name(i): member for i, member in enumerate(train.members)} | self._evaluation
         self.of: Scores = {name: np.full(len(s.chunks), np.nan, np.float32) for name, s in self._streams.items()}
 
     def read(self) -> None:
@@ -116,10 +109,9 @@ class ReferenceScores:
             yield [(train_name(member), chunk) for member, chunk in self._train.drawn]
 
     def _evaluated(self, batches: int) -> Iterator[list[tuple[str, int]]]:
-        for streams in self._evaluation.values():
-            for name, stream in streams.items():
-                for chunks in islice(stream.single_pass_chunks(), batches):
-                    yield [(name, chunk) for chunk in chunks]
+        for name, stream in self._evaluation.items():
+            for chunks in islice(stream.single_pass_chunks(), batches):
+                yield [(name, chunk) for chunk in chunks]
 
     def _write(self, world: World) -> None:
         if world.rank:

@@ -185,12 +185,9 @@ class MetricsLog:
             self._file.flush()
         if self._tensorboard is None:
             return
-        for name in _SCALARS:
-            value = getattr(metrics, name)
+        for name, value in ({name: getattr(metrics, name) for name in _SCALARS} | metrics.by_set).items():
             if value is not None:
                 self._tensorboard.add_scalar(name, value, metrics.step)
-        for name, value in metrics.by_set.items():
-            self._tensorboard.add_scalar(name, value, metrics.step)
 
     def mark(self, event: RunEvent) -> None:
         if self._tensorboard is None:
