@@ -118,7 +118,7 @@ class _Describer:
             return f"{kind} {self.text(value.__func__)} {self.text(value.__self__)}"
         if isinstance(value, property):
             return f"{kind} {self.text((value.fget, value.fset, value.fdel))}"
-        if isinstance(value, staticmethod | classmethod):
+        if isinstance(value, (staticmethod, classmethod)):
             return f"{kind} {self.text(value.__func__)}"
         if isinstance(value, FunctionType):
             return self._function(value)

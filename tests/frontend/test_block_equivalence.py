@@ -86,8 +86,8 @@ def test_a_layer_between_equal_layers_is_not_taken_for_one() -> None:
     model = Own(layers=0)
     model.stack = nn.ModuleList([Scaled(0, lambda b, x: b.constant[0].item()) for _ in range(4)])
     for i, block in enumerate(model.stack):
-        block._hidden = 0.0
-        block.constant = [torch.tensor(2.5 if i == 2 else 1.5)]  # type: ignore[assignment]
+        block._hidden = 0.0  # pyrefly: ignore[bad-argument-type]
+        block.constant = [torch.tensor(2.5 if i == 2 else 1.5)]  # pyrefly: ignore[bad-argument-type]
     program = capture(randomised(model), blocks="stack")
     assert [program.blocks[1].template == block.template for block in program.blocks[1:5]] == [True, True, False, True]
     agrees(model)  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ def test_a_checkpoint_around_each_block_changes_nothing() -> None:
                 x = checkpoint(block, x, cu_seqlens, use_reentrant=False)
             return self.out(self.norm(x))[None]
 
-    agrees(randomised(Checkpointed()))  # type: ignore[arg-type]
+    agrees(randomised(Checkpointed()))  # pyrefly: ignore[bad-argument-type]
 
 
 def test_context_variables_are_refused() -> None:

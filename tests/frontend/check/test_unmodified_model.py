@@ -61,7 +61,7 @@ class Scoring(Own):
         self.stack = small().stack
         self.loss = loss
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, labels: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         """Return {"logits": [1, T, 101], "loss": []}."""
         logits = super().forward(input_ids, position_ids, cu_seqlens)
         return {"logits": logits, "loss": self.loss(logits[0], labels[0])}
@@ -96,7 +96,7 @@ class Penalised(LlamaForCausalLM):
 
 
 def test_a_loss_that_a_subclass_changes_is_refused() -> None:
-    model = randomised(Penalised(llama(layers=1).config))
+    model = randomised(Penalised(llama(layers=1).config))  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(hg.Unsupported, match="Penalised: the model returns the loss"):
         check(CheckedModel(model, capture(model)))
     plain = randomised(type("Plain", (LlamaForCausalLM,), {"__module__": __name__})(llama(layers=1).config))
