@@ -165,9 +165,8 @@ def compile(
     The function joins the launcher's process group, uses an existing group, or runs as a single process.
 
     Args:
-        model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device. A meta
-            model gets its weights from `load` or, at the first step, from its initializer (seeded by `manual_seed`).
-            Steps do not change the model's own weights: `Executable.full_state_dict` returns the trained ones.
+        model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device (weights
+            from `load` or its initializer). Steps do not change it: `Executable.full_state_dict` has trained weights.
         strategy: a Strategy, its text ("<tp2,pp1> + <tp1,pp1>"), a list to choose from at each step, or "auto" to plan.
         optimizer: function that makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order, or
             None for no training. Each tensor is a parameter's shard, or empty; do not edit its `.data`.

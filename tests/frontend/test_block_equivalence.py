@@ -90,7 +90,7 @@ def test_a_layer_between_equal_layers_is_not_taken_for_one() -> None:
         block.constant = [torch.tensor(2.5 if i == 2 else 1.5)]  # pyrefly: ignore[bad-argument-type]
     program = capture(randomised(model), blocks="stack")
     assert [program.blocks[1].template == block.template for block in program.blocks[1:5]] == [True, True, False, True]
-    agrees(model)  # type: ignore[arg-type]
+    agrees(model)
 
 
 def test_layers_that_differ_in_what_they_do_not_read_are_equal() -> None:
