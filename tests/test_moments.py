@@ -21,7 +21,7 @@ def test_strikes_come_from_the_seed() -> None:
 @thorough
 def test_a_rank_is_killed_while_state_moves_and_another_while_the_rest_recovers_from_that(tmp_path: Path) -> None:
     prepared, struck, calm = ready(), tmp_path / "struck", tmp_path / "calm"
-    strikes = (Strike("move", 4000, 2), Strike("recover", 9000, 1))
+    strikes = (Strike("move", 2000, 2), Strike("recover", 9000, 1))
     for folder in (struck, calm):
         folder.mkdir()
     plan = Plan(strikes, struck)
