@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hydragraph.runtime
 from tests.moments import NEVER, RANKS, WINDOWS, Plan, Strike, drawn, ready, run, wrong
 from tests.thorough import thorough
+
+# Calls of functions within a step: sums are sent to second owners and put there, and the step is committed.
+HANDING = [("_handed", 1), ("_handed", 3), ("put", 1), ("put", 2), ("go_on", 2), ("_commit", 1)]
 
 
 def test_strikes_come_from_the_seed() -> None:
@@ -16,6 +20,11 @@ def test_strikes_come_from_the_seed() -> None:
         WINDOWS, 10
     )
     assert {strike.rank for strike in strikes} == set(range(RANKS))
+
+
+def test_ranks_are_killed_in_functions_that_exist() -> None:
+    text = "".join(path.read_text() for path in Path(hydragraph.runtime.__path__[0]).glob("*.py"))
+    assert [at for at, _ in HANDING if f"def {at}(" not in text] == []
 
 
 @thorough
@@ -59,16 +68,16 @@ def test_sums_that_are_being_handed_on_to_second_owners_are_lost_with_one_owner_
     prepared, struck, calm = ready(), tmp_path / "struck", tmp_path / "calm"
     for folder in (struck, calm):
         folder.mkdir()
-    moments = [("_start_handing", 1), ("_start_handing", 3), ("put", 1), ("put", 2), ("go_on", 2), ("_commit", 1)]
     strikes = [
         Strike("step", call, number % 4, at=at, also=also)
         for also in (False, True)
-        for number, (at, call) in enumerate(moments)
+        for number, (at, call) in enumerate(HANDING)
     ]
     plan = Plan(tuple(strikes), struck)
     came = run(prepared, plan)
     assert not wrong(plan, came, run(prepared, Plan((), calm, steps=max(came.losses))))
     within = [came.hits[number][2] for number, strike in enumerate(strikes) if came.hits[number][2] != "its end"]
     assert len(within) > len(strikes) / 2
+    assert {where.split()[-1] for where in within} == {at for at, _ in HANDING}
     assert len(list(struck.glob("restored-*"))) == sum(strike.also for strike in strikes), "one owner is enough"
     assert all((struck / f"also-{number}").exists() for number, strike in enumerate(strikes) if strike.also)
