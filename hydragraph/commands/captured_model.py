@@ -56,6 +56,7 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
     from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
     from hydragraph.passes.compile_with_inductor import choose_backend
     from hydragraph.passes.variants import Variants
+    from hydragraph.train.config_checks import check_model
     from hydragraph.train.data import known_vocabulary
     from hydragraph.train.model import adapted, check_vocabulary, skeleton
 
@@ -65,6 +66,7 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
         data_vocabulary = known_vocabulary(config)
     vocabulary, end_of_text = data_vocabulary or (config.data.vocab_size, 0)
     bare = skeleton(config.model, vocabulary, end_of_text)
+    check_model(config, bare)
     if data_vocabulary is not None:
         check_vocabulary(config.model, bare, vocabulary)
     model = adapted(bare, config.adapter, config.seed)

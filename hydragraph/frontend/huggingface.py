@@ -242,6 +242,7 @@ def refuse_own_positions(model: str, fields: Collection[str]) -> None:
 def refuse_unsupported(model: nn.Module, loss: object = None) -> None:
     where = type(model).__name__
     if is_huggingface(model):
+        _refuse_other_architectures(base_model(model))
         _refuse_additional_losses(base_model(model))
         if loss is None and hasattr(base_model(model), "_loss_function"):
             what = "the model's loss_function was replaced, but training uses cross-entropy unless loss= is passed"
@@ -253,6 +254,19 @@ def refuse_unsupported(model: nn.Module, loss: object = None) -> None:
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         remedy = "call model.gradient_checkpointing_disable(); hydragraph already recomputes cheap operators"
         raise Unsupported("the model enables its own gradient checkpointing", where=where, remedy=remedy)
+
+
+def _refuse_other_architectures(model: Any) -> None:
+    where = type(model).__name__
+    remedy = "choose a model with one stack of attention layers over token ids, such as LlamaForCausalLM"
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise Unsupported("encoder-decoder models are not supported", where=where, remedy=remedy)
+    if (needed := getattr(model, "main_input_name", "input_ids")) != "input_ids":
+        raise Unsupported(f"it reads {needed}, but the data are token ids (input_ids)", where=where, remedy=remedy)
+    for module in model.modules():
+        if "Mamba" in type(module).__name__ and not isinstance(module, type(model)):
+            what = f"state-space layers ({type(module).__name__}) are not supported, because they mix packed sequences"
+            raise Unsupported(what, where=where, remedy=remedy)
 
 
 def _refuse_additional_losses(model: Any) -> None:

@@ -40,7 +40,7 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
     if config.trust and config.compiled is None:
         raise ValueError("'trust' has no effect without 'compiled': set 'compiled' to a folder, or omit 'trust'")
     model = skeleton(config.model, config.data.vocab_size)
-    _check_model(config, model)
+    check_model(config, model)
     model = adapted(model, config.adapter, config.seed)
     for name in config.callbacks:
         load_callback(name)
@@ -57,7 +57,8 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
         )
 
 
-def _check_model(config: TrainConfig, model: nn.Module) -> None:
+def check_model(config: TrainConfig, model: nn.Module) -> None:
+    """Raise ValueError unless the model is a language model with valid sizes."""
     settings = model.config
     head: Any = getattr(model, "get_output_embeddings", None)
     if not callable(head) or head() is None:

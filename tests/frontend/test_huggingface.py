@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -179,6 +180,24 @@ def test_gradient_checkpointing_is_refused() -> None:
     with pytest.raises(
         Unsupported, match=r"LlamaForCausalLM: .*checkpointing; call model.gradient_checkpointing_disable"
     ):
+        refuse_unsupported(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("T5ForConditionalGeneration", {"num_layers": 1, "d_model": 32}, "encoder-decoder models are not supported"),
+        ("ViTForImageClassification", {"num_hidden_layers": 1}, r"it reads pixel_values, but the data are token ids"),
+        ("MambaForCausalLM", {"num_hidden_layers": 1, "hidden_size": 32}, r"state-space layers \(Mamba\w+\) are not"),
+    ],
+)
+def test_architectures_that_do_not_suit_packed_token_ids_are_refused(
+    name: str, settings: dict[str, int], words: str
+) -> None:
+    kind = getattr(transformers, name)
+    with torch.device("meta"):
+        model = kind(kind.config_class(**settings))
+    with pytest.raises(Unsupported, match=f"{name}: {words}.* choose a model with one stack of attention layers"):
         refuse_unsupported(model)
 
 
