@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -186,6 +187,8 @@ def check_written(option: str, path: Path | None) -> None:
         )
     if path.is_dir():
         raise ValueError(f"{option} {path} is a directory: name the file to write")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option} {path}: you do not have permission to write this file: name another")
 
 
 _OUTPUTS = ("output", "out", "picture", "trace", "csv", "json", "markdown", "report")

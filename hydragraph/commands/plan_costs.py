@@ -78,6 +78,8 @@ class PlanInputs:
         for rank in rates or ():
             if rank > last:
                 raise ValueError(f"{asked.health}: rank {rank} is not in {asked.cluster}, which has ranks 0 to {last}")
+        if rates is not None and len(rates.lost) > last:
+            raise ValueError(f"{asked.health}: all devices are lost: give at least one rank a finite rate")
         home = _home(config, asked.running is not None) if asked.home is None else Home.parse(asked.home)
         home.check(last + 1)
         measured = _merged(asked.profile, cluster) if asked.profile else None

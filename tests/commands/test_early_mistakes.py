@@ -29,6 +29,8 @@ def test_mistakes_are_answered_before_slow_imports(tmp_path: Path) -> None:
     priced.profile(2).save(tmp_path / "profile.json")
     (tmp_path / "lengths.txt").write_text("40\n")
     profile, lengths = ["--profile", str(tmp_path / "profile.json")], ["--lengths", str(tmp_path / "lengths.txt")]
+    lost = tmp_path / "lost.yaml"
+    lost.write_text(str(dict.fromkeys(range(4), ".inf")).replace("'", ""))
     devices = ["plan", "--cluster", str(tmp_path / "cluster.yaml"), "--model", config]
     equal = ["plan", "--devices", "8", "--context", "600"]
     missing = "no.file: the file or directory does not exist"
@@ -50,6 +52,7 @@ def test_mistakes_are_answered_before_slow_imports(tmp_path: Path) -> None:
         ([*devices, "--method", "best"], "'method' is 'best'"),
         ([*devices, "--running", "<[0]x3>"], f"--running: {layers}"),
         ([*devices, "--home", "1,2"], "home '1,2': 'shares' has 2 numbers"),
+        ([*devices, "--health", str(lost)], "lost.yaml: all devices are lost: give at least one rank a finite rate"),
         ([*devices, "--efficiency", "2"], "--efficiency 2: give a fraction"),
         ([*devices, "--price", "1", "--budget", "0"], "--budget 0: the cheapest node costs $2"),
         ([*equal, *profile, *lengths, "--strategy", "<tp3"], "--strategy 0: strategy text: expected ','"),

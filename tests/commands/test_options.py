@@ -114,3 +114,10 @@ def test_devices_are_those_of_the_plan_unless_the_command_line_names_others(
     assert (found.cluster and str(found.cluster), found.profile) == (cluster, profile)
     alone = TrainConfig.load(write(tmp_path), ["plan={choose: true, profile: p.json}"])  # may not be of H200s
     assert on_planned_devices(CheckOptions(config=tmp_path), alone).profile == alone.plan.profile
+
+
+def test_a_file_that_may_not_be_written_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_written("--output", tmp_path / "plan.yaml")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ValueError, match=r"--output .*plan.yaml: you do not have permission to write this file"):
+        check_written("--output", tmp_path / "plan.yaml")
