@@ -173,10 +173,10 @@ def _is_of_python(kind: type) -> bool:
 
 
 def _is_importable(kind: type) -> bool:
-    found: Any = sys.modules.get(kind.__module__)
+    value: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is kind
+        value = getattr(value, name, None)
+    return value is kind
 
 
 def _elements(tensor: Tensor) -> str:

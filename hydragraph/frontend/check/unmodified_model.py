@@ -1,7 +1,7 @@
 """Comparison of a model itself, with its own weights and all blocks, with its captured graphs.
 
-The numeric check runs copies of a model, with other weights and a few blocks. What depends on the identity of a module
-(`id`, a global set of modules) differs between a model and its copies, so captured graphs do not contain it.
+The numeric check runs copies of a model, with other weights and a few blocks. Code that depends on the identity of a
+module (`id`, a global set of modules) computes something else in copies, and graphs are captured from a copy.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def refuse_other_results(subject: CheckedModel, variants: Variants, lengths: Pro
             _refuse_own_loss(model, outputs, batch, expected, program.causal)
         draws = DropoutNumbers(0, [i]) if program.drops else None
         packed = pack([sequence], several=True, draws=draws)
-        found = _of_graphs(CapturedBatch(program, tensors, packed, _WIDE), variants)
-        if not math.isfinite(found) or not math.isfinite(expected):
+        captured = _of_graphs(CapturedBatch(program, tensors, packed, _WIDE), variants)
+        if not math.isfinite(captured) or not math.isfinite(expected):
             continue
-        if abs(found - expected) <= _ERROR * max(abs(expected), 1e-3):
+        if abs(captured - expected) <= _ERROR * max(abs(expected), 1e-3):
             return
-        differing.append((found, expected))
+        differing.append((captured, expected))
     if differing:
-        found, expected = differing[0]
-        what = f"the model computes the loss {expected:.6g} for a sequence, but a copy of the model {found:.6g}"
+        captured, expected = differing[0]
+        what = f"the model computes the loss {expected:.6g} for a sequence, but a copy of the model {captured:.6g}"
         raise Unsupported(what, where=type(model).__name__, remedy=_REMEDY)
 
 

@@ -1,4 +1,4 @@
-"""What a model computes, but none of its copies, is refused; so is a loss of the model's own that nobody trains."""
+"""A model that computes something else than its copies is refused, and so is a loss of its own that is not trained."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Listed(Small):
 
 
 @pytest.mark.parametrize("by_identity", [True, False])
-def test_what_depends_on_a_modules_identity_is_refused(by_identity: bool) -> None:
+def test_code_that_depends_on_a_modules_identity_is_refused(by_identity: bool) -> None:
     model = small()
     model.stack = nn.ModuleList([Listed() for _ in range(3)])
     subject = CheckedModel(randomised(model), capture(model, blocks="stack"), blocks="stack")
