@@ -541,6 +541,8 @@ def _rivals(chosen: PricedPlan, looked: Finalists, running: bool) -> tuple[Rival
         if settled.strategy != chosen.strategy:
             more = settled.seconds / chosen.seconds - 1
             why = f"takes {more:.1%} longer" if more >= 0 else f"takes {-more:.1%} less time, {but}"
+            if math.isinf(more):
+                why = "does not fit the longest sequence"
             rivals.append(Rival(settled.strategy, settled.seconds, settled.origin, why, settled))
     for proposal in looked.passed:
         more = proposal.expected_s / chosen.seconds - 1

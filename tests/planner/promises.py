@@ -122,6 +122,7 @@ def keeps_every_promise(situation: tuple[Costs, hg.Workload], method: str, alone
         assert plan.seconds == pytest.approx(owned.simulate(strategy, plan.assignment).seconds)
     assert plan.bound <= plan.seconds * (1 + 1e-9)
     assert plan.gap >= -1e-9
+    assert not re.search(r"\b(inf|nan)%", plan.explain())
     _is_no_worse_than_greedy(costs, workload, plan)
     if alone:
         return
