@@ -50,7 +50,7 @@ from hydragraph.planner.request import Method as Method
 from hydragraph.planner.request import Solver, check_question
 from hydragraph.planner.state_shares import home_by_block, home_nodes
 from hydragraph.planner.streamed_data_parallelism import streamed
-from hydragraph.planner.streamed_pipelines import streamed_pipelines
+from hydragraph.planner.streamed_pipelines import owned_pipelines, streamed_pipelines
 from hydragraph.planner.uncollected import uncollected
 from hydragraph.spec.argument_types import typed
 from hydragraph.spec.assignment import Assignment
@@ -371,12 +371,16 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
 def _extended(costs: Costs, asked: _Question, looked: Finalists) -> Finalists:
     workload = asked.workload
     until = asked.until
+    below_s = min((candidate.seconds for candidate in looked.settled), default=math.inf)
+    none_fits = math.isinf(below_s)
+    if asked.ways and PUBLISHED not in asked.ways and _tight(costs) and not workload.lengths:
+        looked = replace(looked, settled=(*looked.settled, *owned_pipelines(costs, workload, below_s, until)))
     if asked.streaming:
         below_s = min((candidate.seconds for candidate in looked.settled), default=math.inf)
         streamed_plans = streamed(costs, workload, below_s, until)
-        if math.isinf(below_s):  # no plan fits
+        if none_fits:
             of_one_stage = (each.seconds for each in streamed_plans if isinstance(each, PricedPlan))
-            streamed_plans += streamed_pipelines(costs, workload, min(of_one_stage, default=below_s), until)
+            streamed_plans += streamed_pipelines(costs, workload, min(*of_one_stage, below_s, math.inf), until)
         settled = tuple(streamed_plan for streamed_plan in streamed_plans if isinstance(streamed_plan, PricedPlan))
         short = tuple(streamed_plan for streamed_plan in streamed_plans if isinstance(streamed_plan, Shortage))
         looked = replace(looked, settled=looked.settled + settled, short=looked.short + short)

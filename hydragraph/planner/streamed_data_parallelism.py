@@ -142,7 +142,8 @@ def traffic_s(costs: Costs, strategy: Strategy, micro_batches: Sequence[int]) ->
         several = len({costs.cluster.node_of(rank) for stage in users for rank in stage.devices}) > 1
         for stage, times in zip(users, micro_batches, strict=True):
             pulls = 2 * times if stage.stream is True else 1
-            moved = (pulls * costs.sizes.itemsize * every + times * costs.push_itemsize * learning) / stage.tp
+            pushes = times if stage.stream else 1
+            moved = (pulls * costs.sizes.itemsize * every + pushes * costs.push_itemsize * learning) / stage.tp
             node = costs.cluster.node(costs.cluster.node_of(stage.devices[0]))
             link = node.inner.bytes_per_s
             if several:

@@ -1,4 +1,4 @@
-"""Pipelines with streamed stages, used if no other plan fits.
+"""Pipelines whose ranks own the state of their layers; with streamed stages, they are used if no other plan fits.
 
 If memory allows, ranks own the state of the layers that they compute, so most pulls and pushes need no messages. A
 pipeline consists of groups of equal tensor-parallel degree from all nodes, with layers in proportion to the groups'
@@ -15,7 +15,7 @@ import numpy as np
 
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.deadline import is_late
-from hydragraph.planner.price_candidate import PricedPlan, Shortage, owners_by_block
+from hydragraph.planner.price_candidate import PricedPlan, Shortage, owners_by_block, share_out, simulated
 from hydragraph.planner.price_mini_batches import MiniBatchPrices
 from hydragraph.planner.streamed_data_parallelism import (
     SIMULATED,
@@ -38,7 +38,7 @@ def streamed_pipelines(
     varied = MiniBatchPrices(costs, workload.batches)
     outcomes: list[PricedPlan | Shortage] = []
     able = 0
-    expected = {strategy: _expected_s(costs, strategy, workload) for strategy in _strategies(costs)}
+    expected = {strategy: _expected_s(costs, strategy, workload) for strategy in _strategies(costs, (GRADIENTS, True))}
     for strategy in sorted(expected, key=expected.__getitem__):
         if able == SIMULATED or expected[strategy] >= below_s or (is_late(until) and math.isfinite(below_s)):
             break
@@ -54,6 +54,28 @@ def streamed_pipelines(
     return outcomes
 
 
+def owned_pipelines(costs: Costs, workload: Workload, below_s: float, until: float | None) -> list[PricedPlan]:
+    """Return simulated pipelines without streaming, for equal sequences (arguments: see `streamed`).
+
+    The search reserves memory for the messages of ranks that share all state, which these ranks do not need.
+    """
+    (lengths,) = workload.batches
+    plans: list[PricedPlan] = []
+    expected = {strategy: _expected_s(costs, strategy, workload) for strategy in _strategies(costs, (False,))}
+    for strategy in sorted(expected, key=expected.__getitem__):
+        late = is_late(until) and math.isfinite(below_s)
+        if len(plans) == SIMULATED or expected[strategy] >= below_s or late:
+            break
+        assignment, _ = share_out(costs, strategy, lengths, 1)
+        chosen = owners_by_block(costs, strategy, assignment)
+        if chosen is not None:
+            by_batch = (expected[strategy],)
+            one = PricedPlan(strategy, chosen[0], (assignment,), by_batch, chosen[1], "owned", simulated=False)
+            plans.append(simulated(costs, one))
+            below_s = min(below_s, plans[-1].seconds)
+    return plans
+
+
 def _expected_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
     each = max(1.0, sum(map(len, workload.batches)) / len(workload.batches) / len(strategy.pipelines))
     bubble = (len(strategy.pipelines[0].stages) - 1) / each
@@ -61,7 +83,7 @@ def _expected_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
     return max((1 + bubble) * computing_s(costs, strategy, workload), traffic_s(costs, strategy, counts))
 
 
-def _strategies(costs: Costs) -> Iterator[Strategy]:
+def _strategies(costs: Costs, streams: Sequence[bool | str]) -> Iterator[Strategy]:
     for kind, groups in groups_by_kind(costs):
         depths = range(2, min(len(groups), costs.outline.layers) + 1)
         # Groups stay idle only if no number of stages uses all groups.
@@ -69,7 +91,7 @@ def _strategies(costs: Costs) -> Iterator[Strategy]:
             count = len(groups) // depth
             rows = [groups[first : depth * count : count] for first in range(count)]
             layers = [_layers_by_memory(costs, row) for row in rows]
-            for stream in (GRADIENTS, True):
+            for stream in streams:
                 yield Strategy(
                     tuple(
                         Pipeline(tuple(Stage.of(group, n, kind, stream) for group, n in zip(row, counts, strict=True)))

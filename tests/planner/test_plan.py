@@ -14,8 +14,8 @@ from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 from hydragraph.planner import plan as planning
 from hydragraph.planner.generators.metis_stages import staged
-from hydragraph.planner.plan import moved_bytes
-from hydragraph.planner.price_candidate import PricedPlan, Shortage, owners, share_out
+from hydragraph.planner.plan import Method, moved_bytes
+from hydragraph.planner.price_candidate import PricedPlan, Shortage, owners, settle, share_out, simulated
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.stage_kind import StageKind
 from tests.cost import priced
@@ -245,6 +245,20 @@ def test_a_pipeline_across_a_slow_link_is_taken_where_stages_own_what_they_use()
     assert bubbles.seconds <= found.seconds
     assert bubbles.strategy.schedule == "zb-h1"
     assert found.home.buckets["layer.5"] == (0, 0, 1, 1)
+
+
+@pytest.mark.parametrize("method", ["auto", "mixed"])
+def test_a_pipeline_that_fits_only_if_stages_own_what_they_use_is_found(method: Method) -> None:
+    """If all ranks shared the state, weights and gradients on their way would need more memory."""
+    node = Node("fast", 2, priced.FAST, Interconnect(1e8, 1e-5), count=2)
+    cluster = Cluster.of({"fast": DeviceType(1e15, 80_000_000, 1e12)}, (node,))
+    costs = priced.costs(8, cluster, elements=1_000_000)
+    strategy = hg.Strategy.parse("<tp2,pp2>", 8)
+    assignment, _ = share_out(costs, strategy, [LENGTH] * 16, 1)
+    by_hand = settle(costs, strategy, assignment, "", 0.0)
+    assert isinstance(by_hand, PricedPlan)
+    found = hg.plan(costs, hg.Workload(sequences=16, length=LENGTH), method, streaming=False)
+    assert found.seconds <= simulated(costs, by_hand).seconds * (1 + 1e-9)
 
 
 def test_metis_walks_its_space_in_the_memory_aware_order() -> None:

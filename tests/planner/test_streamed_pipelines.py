@@ -11,9 +11,10 @@ import pytest
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
+from hydragraph.planner import plan as planning
 from hydragraph.planner.price_candidate import PricedPlan, Shortage
 from hydragraph.planner.streamed_data_parallelism import streamed
-from hydragraph.planner.streamed_pipelines import streamed_pipelines
+from hydragraph.planner.streamed_pipelines import owned_pipelines, streamed_pipelines
 from hydragraph.spec.cluster import Interconnect
 from tests.cost import priced
 from tests.thorough import first
@@ -34,7 +35,8 @@ def every(*memory: float) -> list[PricedPlan | Shortage]:
     return streamed_pipelines(costs_of(*memory), WORKLOAD, math.inf, None)
 
 
-def test_stages_stream_where_nothing_else_fits() -> None:
+def test_stages_stream_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "owned_pipelines", lambda *given: [])  # these would fit
     costs = costs_of(240e6, 168e6)
     with pytest.raises(Unsupported, match="nothing fits"):
         hg.plan(costs, WORKLOAD, streaming=False)
@@ -47,6 +49,24 @@ def test_stages_stream_where_nothing_else_fits() -> None:
     assert found.seconds == pytest.approx(hg.simulate(owned, found.strategy, found.assignment).seconds)
     walked = [each.total for each in owned.memory(found.strategy, found.assignment)]
     assert all(size <= costs.memory_of(rank) for rank, size in enumerate(walked))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8])
+def test_stages_that_own_their_layers_fit_without_streaming(share: float) -> None:
+    costs = costs_of(share * 240e6, share * 168e6)
+    found = hg.plan(costs, WORKLOAD, streaming=False)
+    assert hg.plan(costs, WORKLOAD).seconds <= found.seconds
+    owned = costs.changed(home=found.home)
+    assert found.seconds == pytest.approx(hg.simulate(owned, found.strategy, found.assignment).seconds)
+    walked = [each.total for each in owned.memory(found.strategy, found.assignment)]
+    assert all(size <= costs.memory_of(rank) for rank, size in enumerate(walked))
+
+
+def test_owned_pipelines_that_take_longer_than_a_known_plan_are_left_out() -> None:
+    costs = costs_of(240e6, 168e6)
+    best = min(one.seconds for one in owned_pipelines(costs, WORKLOAD, math.inf, None))
+    assert owned_pipelines(costs, WORKLOAD, 0.01 * best, None) == []
+    assert owned_pipelines(costs, WORKLOAD, 1e9, until=0.0) == []
 
 
 def test_larger_devices_hold_more_layers() -> None:
