@@ -99,6 +99,10 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "a cluster for costs": (lambda: hg.plan(H200, None), "plan: 'costs' is Cluster.*: give Costs"),
     "costs of a cluster": (lambda: hg.Costs(H200, H200), "Costs: 'profile' is Cluster.*: give Profile"),
     "a simulation of a cluster": (lambda: hg.simulate(H200, STRATEGY, None), "simulate: 'costs' is Cluster"),
+    "too few devices": (
+        lambda: hg.lower(captured("llama")[0], "<tp1,pp2>", [1]).simulate(H200),
+        "2 rank programs on 1 devices: give one device per rank",
+    ),
     "seconds as text": (lambda: hg.Elastic(grace_s="5"), "'grace_s' is '5': give float"),
     "half a worker": (lambda: hg.Policy(workers=1.5), "'workers' is 1.5: give int"),
     "an elastic launch": (lambda: hg.launch(print, 2, elastic=True), "launch: 'elastic' is True: give Elastic or None"),

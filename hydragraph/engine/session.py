@@ -107,7 +107,7 @@ class Session:
             layouts = {name: _same(ending.home.layouts[name], layout) for name, layout in layouts.items()}
         state = HomeState.allocate(program, layouts, world.rank, device, ending.home if ending else None)
         fill(groups, state)
-        trained_by, names = _optimizer(optimizer, state, groups)
+        trained_by, trained_names = _optimizer(optimizer, state, groups)
         if model.sums is not None and trained_by is not None:
             model.sums.check_optimizer(trained_by)
         preparer = Preparer(program, model.variants, model.buffers, layouts, world.rank, world.ranks, device=device)
@@ -116,7 +116,7 @@ class Session:
         executor = Executor(program, state, groups, world.watch, device, rounded=copies, log=log, deterministic=exact)
         saver = ending.saver if ending else Saver(world, TIMEOUT)
         _LOG.info("state: %s", owners_text(home, names, world.ranks))
-        ready = (owners, state, trained_by, preparer, executor, log, model.max_grad_norm, names)
+        ready = (owners, state, trained_by, preparer, executor, log, model.max_grad_norm, trained_names)
         return Session(program, model.buffers, world, groups, saver, *ready)
 
     @property
