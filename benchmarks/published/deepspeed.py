@@ -163,8 +163,13 @@ def _all_reduce_s(costs: Costs, strategy: Strategy) -> float:
             if other is not pipeline and begin < end and first < last:
                 hop = costs.hop(stage, replica)
                 ring = max([ring, *(link.latency_s + hop.sharing * size / link.bytes_per_s for link in hop.links)])
-        slowest = max(slowest, ring + max(costs.update_s(rank, elements) for rank in stage.devices))
+        slowest = max(slowest, ring + max(_update_s(costs, rank, elements) for rank in stage.devices))
     return slowest
+
+
+def _update_s(costs: Costs, rank: int, elements: int) -> float:
+    update = costs.piece_profile(rank).update
+    return 0.0 if update is None else costs.health.rate(rank) * (update[0] + update[1] * elements)
 
 
 def exchanged_end(

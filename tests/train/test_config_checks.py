@@ -202,7 +202,7 @@ def test_what_may_not_be_meant_is_remarked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("changed", "told"), [({"dropout": 0.1}, True), ({}, False)])
 def test_an_objective_with_dropout_is_remarked(changed: dict[str, float], told: bool) -> None:
     settings = config(objective="dpo", adapter={"lora": changed})
-    batches: Any = SimpleNamespace(tokens=1000)
+    batches: Any = SimpleNamespace(tokens=1000, members=[SimpleNamespace(tokens=1000)])
     said = remarks(settings, skeleton(settings.model, 300), (), 1, batches, 1)
     assert any("scored without dropout" in sentence for sentence in said) == told
 

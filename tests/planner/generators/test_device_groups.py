@@ -101,7 +101,7 @@ def test_many_different_nodes_have_few_groupings_and_every_degree(types: int) ->
     costs = Costs(Profile.merge([priced.profile(4, name) for name in names]), cluster)
     found = groupings(costs, LayerPrices(costs, [100]), nodes_of(costs))
     assert len(found) <= COMBINATIONS
-    degrees = {tuple({group.site.type: group.tp for group in groups}.values()) for groups in found}
+    degrees = {tuple({group.form.site.type: group.form.tp for group in groups}.values()) for groups in found}
     assert (1,) * types in degrees
     assert (2,) * types in degrees
     assert all(any(each[i] == tp for each in degrees) for i in range(types) for tp in (1, 2))

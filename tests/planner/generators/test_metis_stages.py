@@ -7,6 +7,7 @@ import pytest
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.rank_memory import MemoryWalk
 from hydragraph.errors import Unsupported
 from hydragraph.planner import metis
 from hydragraph.planner.generators.metis_stages import TypedDevices, laid_out, pipelines_of, staged
@@ -53,7 +54,7 @@ def test_stragglers_lost_devices_and_odd_numbers() -> None:
 
 def test_only_plans_with_shared_stages_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Costs, "fixed", lambda *_: pytest.fail("a simulation"))
-    monkeypatch.setattr(Costs, "walk", lambda *_: pytest.fail("a walk"))
+    monkeypatch.setattr(MemoryWalk, "__init__", lambda *_, **__: pytest.fail("a walk"))
     costs = priced.costs(6, priced.mixed())
     plans = staged(costs, 8, 256, "exact")
     for plan in plans:
