@@ -108,12 +108,13 @@ def _refuse_own_loss(
     logits = _named(outputs, "logits")
     if not isinstance(own, Tensor) or own.numel() != 1 or not isinstance(logits, Tensor):
         return
+    returned = float(own.detach())
     later = labels[0, 1:]
     shifted = F.cross_entropy(logits.float().flatten(0, -2)[:-1], later, ignore_index=IGNORED, reduction="sum")
-    sums = [(expected, labels), (float(shifted), later)]  # a model may shift labels that are shifted already
+    sums = [(expected, labels), (float(shifted.detach()), later)]  # a model may shift labels that are shifted already
     usual = [n for total, targets in sums for n in (total, total / max(1, int((targets != IGNORED).sum())))]
-    if not any(math.isclose(float(own), n, rel_tol=_ERROR, abs_tol=_ERROR) for n in usual):
-        what = f"the model returns the loss {float(own):.6g}, but without loss= it is trained with cross-entropy"
+    if not any(math.isclose(returned, n, rel_tol=_ERROR, abs_tol=_ERROR) for n in usual):
+        what = f"the model returns the loss {returned:.6g}, but without loss= it is trained with cross-entropy"
         what += f", {usual[1]:.6g} per target"
         raise Unsupported(what, where=type(model).__name__, remedy=_OWN_LOSS)
 

@@ -71,6 +71,7 @@ def shifted_again(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, F.pad(labels, (0, 1), value=-100)[1:])
 
 
+@pytest.mark.filterwarnings("error:Converting a tensor")
 def test_a_loss_that_the_model_returns_must_be_the_trained_one() -> None:
     for loss in (F.cross_entropy, functools.partial(F.cross_entropy, reduction="sum"), shifted_again):
         model = randomised(Scoring(loss))
