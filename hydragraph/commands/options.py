@@ -98,7 +98,7 @@ class ConfigOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PricedOptions(CommonOptions):
-    """Files from which costs are computed."""
+    """Options that name the files for computing costs."""
 
     cluster: Path | None = cluster_option()
     profile: str | None = option(

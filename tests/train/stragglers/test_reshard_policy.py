@@ -325,6 +325,6 @@ def test_state_follows_the_strategies_that_a_run_chooses_and_no_bit_changes(tmp_
         if prices:
             assert homes[0][-1] == Home((1.0, 1.0)), "data parallelism uses all blocks on all ranks"
         else:
-            assert len(homes[0]) == 1, "nothing tells what a move is worth"
+            assert len(homes[0]) == 1, "without a prediction, the home must stay"
     assert seen[0] == seen[1]
     assert len(seen[0]) == 14
