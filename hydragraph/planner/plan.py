@@ -50,11 +50,12 @@ from hydragraph.planner.request import Method as Method
 from hydragraph.planner.request import Solver, check_question
 from hydragraph.planner.state_shares import home_by_block, home_nodes
 from hydragraph.planner.streamed_data_parallelism import streamed
-from hydragraph.planner.streamed_pipelines import owned_pipelines, streamed_pipelines
+from hydragraph.planner.streamed_pipelines import owned_pipelines
 from hydragraph.planner.uncollected import uncollected
 from hydragraph.spec.argument_types import typed
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
+from hydragraph.spec.pipeline import GRADIENTS
 from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE, SCHEDULES
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
@@ -373,14 +374,16 @@ def _extended(costs: Costs, asked: _Question, looked: Finalists) -> Finalists:
     until = asked.until
     below_s = min((candidate.seconds for candidate in looked.settled), default=math.inf)
     none_fits = math.isinf(below_s)
-    if asked.ways and PUBLISHED not in asked.ways and _tight(costs) and not workload.lengths:
-        looked = replace(looked, settled=(*looked.settled, *owned_pipelines(costs, workload, below_s, until)))
+    if asked.ways and PUBLISHED not in asked.ways and _tight(costs):
+        owned = owned_pipelines(costs, workload, below_s, until)
+        looked = replace(looked, settled=(*looked.settled, *(each for each in owned if isinstance(each, PricedPlan))))
     if asked.streaming:
         below_s = min((candidate.seconds for candidate in looked.settled), default=math.inf)
         streamed_plans = streamed(costs, workload, below_s, until)
         if none_fits:
             of_one_stage = (each.seconds for each in streamed_plans if isinstance(each, PricedPlan))
-            streamed_plans += streamed_pipelines(costs, workload, min(*of_one_stage, below_s, math.inf), until)
+            below_s = min(*of_one_stage, below_s, math.inf)
+            streamed_plans += owned_pipelines(costs, workload, below_s, until, (GRADIENTS, True))
         settled = tuple(streamed_plan for streamed_plan in streamed_plans if isinstance(streamed_plan, PricedPlan))
         short = tuple(streamed_plan for streamed_plan in streamed_plans if isinstance(streamed_plan, Shortage))
         looked = replace(looked, settled=looked.settled + settled, short=looked.short + short)

@@ -316,19 +316,21 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
 
     Every pipeline is assumed to get the largest micro-batches of any pipeline with the same shape.
     """
+    # `_lines` reserves memory for the messages of ranks that share the state of all blocks.
+    messages = bool(strategy.streams or home.buckets)
     everything = [micro_batches_of(strategy, assignment) for assignment in assignments]
     shapes = [pipeline.shape for pipeline in strategy.pipelines]
     largest: dict[object, list[MicroBatch]] = {}
     tokens: dict[object, int] = {}
     for mini_batch in everything:
         for pipeline, shape, batches in zip(strategy.pipelines, shapes, mini_batch, strict=True):
-            most = _largest(batches, _most(pipeline, strategy, strategy.streams))
+            most = _largest(batches, _most(pipeline, strategy, messages))
             few = zip_longest(largest.get(shape, []), most, fillvalue=MicroBatch(0, 0))
             largest[shape] = [MicroBatch(max(a.tokens, b.tokens), max(a.sequences, b.sequences)) for a, b in few]
             tokens[shape] = max(tokens.get(shape, 0), _tokens([batches]))
     every = max(map(_tokens, everything), default=0)
     decisive = _DecisiveBatches([largest[s] for s in shapes], [tokens[s] for s in shapes], every)
-    if strategy.streams:
+    if messages:
         return _walked_whole(costs.changed(home=home), strategy, decisive)
     return _held(costs, _lines(costs, strategy, _needed(costs, strategy, decisive)), home)
 

@@ -74,13 +74,21 @@ class MiniBatchPrices:
         counts = [2 * len(p.stages) for p in strategy.pipelines]
         usual = Assignment.even(counts, min(max(useful, 256), max(map(max, self.batches))))
         choice = owners(self.costs, strategy, usual, home)
-        if isinstance(choice, Shortage):
-            return choice
         by_block = owners_by_block(self.costs, strategy, usual) if home is None and not strategy.streams else None
-        if by_block is not None and by_block[0] != choice[0]:
-            options = (choice, by_block)
-            choice = min(options, key=lambda o: traffic_in_line(self.costs.changed(home=o[0]), strategy)(usual))
-        home, memory = choice
+        choices = [] if isinstance(choice, Shortage) else [choice]
+        if by_block is not None and by_block not in choices:
+            choices.append(by_block)
+        choices.sort(key=lambda each: traffic_in_line(self.costs.changed(home=each[0]), strategy)(usual))
+        found: PricedPlan | Shortage = Shortage(strategy, 0, math.inf)
+        for owned, memory in choices:
+            found = self._settle_under(owned, memory, strategy, origin, simulating)
+            if isinstance(found, PricedPlan):
+                return found
+        return choice if isinstance(choice, Shortage) else found
+
+    def _settle_under(
+        self, home: Home, memory: tuple[int, ...], strategy: Strategy, origin: str, simulating: bool
+    ) -> PricedPlan | Shortage:
         if home not in self._at_home:
             self._at_home[home] = MiniBatchPrices(self.costs.changed(home=home), self.batches)
         owned = self._at_home[home]

@@ -1,4 +1,4 @@
-"""Pipelines whose ranks own the state of their layers; with streamed stages, they are used if no other plan fits.
+"""Pipelines whose ranks own the state of their layers, with or without streamed stages.
 
 If memory allows, ranks own the state of the layers that they compute, so most pulls and pushes need no messages. A
 pipeline consists of groups of equal tensor-parallel degree from all nodes, with layers in proportion to the groups'
@@ -15,7 +15,7 @@ import numpy as np
 
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.deadline import is_late
-from hydragraph.planner.price_candidate import PricedPlan, Shortage, owners_by_block, share_out, simulated
+from hydragraph.planner.price_candidate import PricedPlan, Shortage, owners_by_block
 from hydragraph.planner.price_mini_batches import MiniBatchPrices
 from hydragraph.planner.streamed_data_parallelism import (
     SIMULATED,
@@ -26,54 +26,41 @@ from hydragraph.planner.streamed_data_parallelism import (
 )
 from hydragraph.planner.traffic_bound import bytes_by_block
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.pipeline import GRADIENTS, Pipeline, Stage
+from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 
-def streamed_pipelines(
-    costs: Costs, workload: Workload, below_s: float, until: float | None
+def owned_pipelines(
+    costs: Costs, workload: Workload, below_s: float, until: float | None, streams: Sequence[bool | str] = (False,)
 ) -> list[PricedPlan | Shortage]:
-    """Return simulated pipelines of several streamed stages, and shortages (arguments: see `streamed`)."""
+    """Return simulated pipelines of several stages, and shortages (arguments: see `streamed`).
+
+    The search reserves memory for the messages of ranks that share all state, which these ranks do not need.
+
+    Args:
+        streams: how stages stream weights (see `Stage`), False for stages that keep them.
+    """
     varied = MiniBatchPrices(costs, workload.batches)
     outcomes: list[PricedPlan | Shortage] = []
     able = 0
-    expected = {strategy: _expected_s(costs, strategy, workload) for strategy in _strategies(costs, (GRADIENTS, True))}
+    expected = {strategy: _expected_s(costs, strategy, workload) for strategy in _strategies(costs, streams)}
     for strategy in sorted(expected, key=expected.__getitem__):
         if able == SIMULATED or expected[strategy] >= below_s or (is_late(until) and math.isfinite(below_s)):
             break
-        filled = [2 * len(pipeline.stages) for pipeline in strategy.pipelines]
-        chosen = owners_by_block(costs, strategy, Assignment.even(filled, workload.longest))
-        if chosen is None:
-            continue
-        settled = varied.settle(strategy, "streamed", chosen[0])
+        home = None
+        if strategy.streams:
+            filled = [2 * len(pipeline.stages) for pipeline in strategy.pipelines]
+            chosen = owners_by_block(costs, strategy, Assignment.even(filled, workload.longest))
+            if chosen is None:
+                continue
+            home = chosen[0]
+        settled = varied.settle(strategy, "streamed" if strategy.streams else "owned", home)
         outcomes.append(settled)
         if isinstance(settled, PricedPlan) and math.isfinite(settled.seconds):
             able += 1
             below_s = min(below_s, settled.seconds)
     return outcomes
-
-
-def owned_pipelines(costs: Costs, workload: Workload, below_s: float, until: float | None) -> list[PricedPlan]:
-    """Return simulated pipelines without streaming, for equal sequences (arguments: see `streamed`).
-
-    The search reserves memory for the messages of ranks that share all state, which these ranks do not need.
-    """
-    (lengths,) = workload.batches
-    plans: list[PricedPlan] = []
-    expected = {strategy: _expected_s(costs, strategy, workload) for strategy in _strategies(costs, (False,))}
-    for strategy in sorted(expected, key=expected.__getitem__):
-        late = is_late(until) and math.isfinite(below_s)
-        if len(plans) == SIMULATED or expected[strategy] >= below_s or late:
-            break
-        assignment, _ = share_out(costs, strategy, lengths, 1)
-        chosen = owners_by_block(costs, strategy, assignment)
-        if chosen is not None:
-            by_batch = (expected[strategy],)
-            one = PricedPlan(strategy, chosen[0], (assignment,), by_batch, chosen[1], "owned", simulated=False)
-            plans.append(simulated(costs, one))
-            below_s = min(below_s, plans[-1].seconds)
-    return plans
 
 
 def _expected_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:

@@ -16,6 +16,7 @@ from hydragraph.planner import plan as planning
 from hydragraph.planner.generators.metis_stages import staged
 from hydragraph.planner.plan import Method, moved_bytes
 from hydragraph.planner.price_candidate import PricedPlan, Shortage, owners, settle, share_out, simulated
+from hydragraph.planner.price_mini_batches import MiniBatchPrices
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.stage_kind import StageKind
 from tests.cost import priced
@@ -259,6 +260,21 @@ def test_a_pipeline_that_fits_only_if_stages_own_what_they_use_is_found(method: 
     assert isinstance(by_hand, PricedPlan)
     found = hg.plan(costs, hg.Workload(sequences=16, length=LENGTH), method, streaming=False)
     assert found.seconds <= simulated(costs, by_hand).seconds * (1 + 1e-9)
+
+
+def test_such_a_pipeline_is_found_for_sequences_of_varying_lengths() -> None:
+    node = Node("fast", 2, priced.FAST, Interconnect(1e8, 1e-5), count=2)
+    cluster = Cluster.of({"fast": DeviceType(1e15, 80_000_000, 1e12)}, (node,))
+    costs = priced.costs(8, cluster, elements=1_000_000)
+    workload = hg.Workload(lengths=[[200] * 12 + [300] * 4])
+    by_hand = MiniBatchPrices(costs, workload.batches).settle(hg.Strategy.parse("<tp2,pp2>", 8), "")
+    assert isinstance(by_hand, PricedPlan)
+    assert by_hand.home.buckets
+    found = hg.plan(costs, workload, "mixed", streaming=False)
+    assert found.seconds <= by_hand.seconds
+    owned = costs.changed(home=found.home)
+    walked = [each.total for each in owned.memory(found.strategy, found.assignment)]
+    assert all(size <= costs.memory_of(rank) for rank, size in enumerate(walked))
 
 
 def test_metis_walks_its_space_in_the_memory_aware_order() -> None:

@@ -14,12 +14,14 @@ from hydragraph.errors import Unsupported
 from hydragraph.planner import plan as planning
 from hydragraph.planner.price_candidate import PricedPlan, Shortage
 from hydragraph.planner.streamed_data_parallelism import streamed
-from hydragraph.planner.streamed_pipelines import owned_pipelines, streamed_pipelines
+from hydragraph.planner.streamed_pipelines import owned_pipelines
 from hydragraph.spec.cluster import Interconnect
+from hydragraph.spec.pipeline import GRADIENTS
 from tests.cost import priced
 from tests.thorough import first
 
 WORKLOAD = hg.Workload(sequences=8, length=1000)
+STREAMS = (GRADIENTS, True)
 
 
 def costs_of(*memory: float) -> Costs:
@@ -32,11 +34,11 @@ def costs_of(*memory: float) -> Costs:
 
 @functools.cache
 def every(*memory: float) -> list[PricedPlan | Shortage]:
-    return streamed_pipelines(costs_of(*memory), WORKLOAD, math.inf, None)
+    return owned_pipelines(costs_of(*memory), WORKLOAD, math.inf, None, streams=STREAMS)
 
 
 def test_stages_stream_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "owned_pipelines", lambda *given: [])  # these would fit
+    monkeypatch.setattr(planning, "_tight", lambda costs: False)  # else stages own their layers, and fit
     costs = costs_of(240e6, 168e6)
     with pytest.raises(Unsupported, match="nothing fits"):
         hg.plan(costs, WORKLOAD, streaming=False)
@@ -64,7 +66,8 @@ def test_stages_that_own_their_layers_fit_without_streaming(share: float) -> Non
 
 def test_owned_pipelines_that_take_longer_than_a_known_plan_are_left_out() -> None:
     costs = costs_of(240e6, 168e6)
-    best = min(one.seconds for one in owned_pipelines(costs, WORKLOAD, math.inf, None))
+    every_owned = owned_pipelines(costs, WORKLOAD, math.inf, None)
+    best = min(one.seconds for one in every_owned if isinstance(one, PricedPlan))
     assert owned_pipelines(costs, WORKLOAD, 0.01 * best, None) == []
     assert owned_pipelines(costs, WORKLOAD, 1e9, until=0.0) == []
 
@@ -79,14 +82,14 @@ def test_what_takes_longer_than_a_known_plan_is_left_out() -> None:
     costs = costs_of(240e6, 168e6)
     found = [one.seconds for one in every(240e6, 168e6) if isinstance(one, PricedPlan)]
     assert found
-    assert streamed_pipelines(costs, WORKLOAD, 0.01 * min(found), None) == []
-    assert streamed_pipelines(costs, WORKLOAD, 1e9, until=0.0) == []
+    assert owned_pipelines(costs, WORKLOAD, 0.01 * min(found), None, streams=STREAMS) == []
+    assert owned_pipelines(costs, WORKLOAD, 1e9, until=0.0, streams=STREAMS) == []
 
 
 @pytest.mark.parametrize(("devices", "layers"), first([(7, 2)], [(7, 2), (5, 4)]))
 def test_groups_that_no_depth_divides_form_pipelines_of_equal_depth(devices: int, layers: int) -> None:
     costs = priced.costs(layers, priced.cluster(devices))
-    found = streamed_pipelines(costs, WORKLOAD, math.inf, None)
+    found = owned_pipelines(costs, WORKLOAD, math.inf, None, streams=STREAMS)
     assert found
     for one in found:
         assert {pipeline.layers for pipeline in one.strategy.pipelines} == {layers}
