@@ -102,6 +102,8 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
             a = at[row]
             while a < actions:
                 x = micro_batch[row, a]
+                # The table may be for more micro-batches than this pipeline has; `skip` leads to
+                # the next action that exists.
                 if x >= count:
                     a = skip[row, a]
                     continue
@@ -112,9 +114,11 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
                 if s >= stages:
                     raise ValueError("the table has more stages than the pipeline")
                 if work[row, a] == _RUN_FORWARD:
+                    # The message is not sent yet: continue with the other rows, then try again.
                     if s and done_f[s - 1] <= x:
                         waiting = True
                         break
+                    # EARLY work overlaps the message's transfer, so it precedes the wait.
                     now += rows[m, s, EARLY]
                     if s:
                         now = max(now, ends_f[s - 1, x] + rows[m, s - 1, AHEAD])
@@ -136,6 +140,7 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
                 advanced = True
             clock[row] = now
             at[row] = a
+        # No row could advance, so none ever will: the schedule deadlocks.
         if waiting and not advanced:
             return np.inf
         down = not down

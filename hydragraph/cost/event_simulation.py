@@ -105,11 +105,14 @@ class _Progress:
         self.at = 0
         self.clock = 0.0
         self.latest = -1
+        # These pushes appear in two queues: first to the first owners, then, as sums, to the second
+        # owners.
         handed_on = tuple(i for i in program.pushes if len(work.handed_on(program.instructions[i].target)))
         transfers = (program.pulls, program.pushes, program.sends, handed_on, program.copies)
         self.queues = [_EventQueue(each) for each in transfers]
         self.handed_on = frozenset(handed_on)
         self.summed: dict[int, float] = {}
+        # A push counts as one open transfer, also if it is handed on.
         self.open = sum(map(len, transfers)) - len(handed_on) + len(program.receives)
         self.other = (0.0, -1)
 
@@ -162,6 +165,8 @@ class EventSimulation:
             i = queue[own.at]
             ready = own.clock
             cause = own.latest
+            # Begin when the previous computation and all inputs have ended; the last of them is the
+            # cause.
             for need in needs[i]:
                 made_at = end[need]
                 if made_at < 0:
@@ -170,6 +175,7 @@ class EventSimulation:
                     ready = made_at
                     cause = need
             seconds = own.durations[i]
+            # A negative duration marks a commit, which waits for all actors.
             if seconds < 0:
                 if not self._commit(own, i, ready, cause):
                     return
@@ -188,6 +194,7 @@ class EventSimulation:
             ready = other
             cause = index
         self._committing[own.number] = (ready, i, own.number, cause)
+        # The last actor to arrive ends the wait of all.
         if len(self._committing) < len(self._actors):
             return False
         last = max(self._committing.values(), key=lambda arrival: arrival[0])

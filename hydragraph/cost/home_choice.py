@@ -125,6 +125,8 @@ class _Choice:
         self._weights: list[float] = (weights / weights.sum()).tolist()
         nodes = question.home.nodes or [device.node for device in question.cluster.devices]
         self._nodes = list(range(self.ranks)) if len(set(nodes)) == 1 else list(nodes)
+        # Fractions are in proportion to a rank's given share, divided by its slowdown; lost ranks
+        # have rate inf, so 0.
         shares = np.asarray(question.home.shares or (1.0,) * self.ranks, float)
         self._ability = shares / np.array([question.health.rate(rank) for rank in range(self.ranks)])
         self._known: dict[object, tuple[float, float]] = {}
@@ -142,6 +144,8 @@ class _Choice:
         narrow = self._question.home.rule == "stages"
         ranked = [self._ranked(bucket_class, wide=not narrow and self._mixed(bucket_class)) for bucket_class in classes]
         best = {b.name: row[0] for bucket_class, row in zip(classes, ranked, strict=True) for b in bucket_class.buckets}
+        # The best owners of each bucket by itself, if they fit; otherwise all buckets are chosen
+        # together.
         if narrow or self._question.room is None or self._fits(classes, best):
             return best
         return self._repaired(classes) or best
@@ -154,6 +158,8 @@ class _Choice:
         ]
         buckets_by_key: dict[tuple[Any, ...], list[Bucket]] = {}
         for bucket in question.buckets:
+            # Strategy index -> stages that use the bucket. Buckets with equal keys have equal costs
+            # under every home.
             used = {
                 number: strategy_holders[bucket.name]
                 for number, strategy_holders in enumerate(holders)
@@ -181,6 +187,7 @@ class _Choice:
         if len(choices) == 1 or self._question.home.rule == "stages":
             return choices
         priced = [(*self.price(each, parts), float(parts.max())) for parts in choices]
+        # Seconds, bytes and largest fractions that differ by less than SAME count as equal.
         units = [max((row[i] for row in priced), default=0.0) * SAME or 1.0 for i in range(3)]
         order = sorted(range(len(choices)), key=lambda i: [round(v / u) for v, u in zip(priced[i], units, strict=True)])
         return [choices[i] for i in order]
@@ -244,6 +251,8 @@ class _Choice:
         choices = []
         for bucket_class in classes:
             class_choices = self._candidates(bucket_class, wide=True)
+            # With limited room, also allow single owners, and fractions in proportion to the free
+            # memory.
             if self._question.home.copies == 1:
                 class_choices += [one for rank, one in enumerate(np.eye(self.ranks)) if able[rank]]
             elif len({node for node, free in zip(self._nodes, able, strict=True) if free}) > 1:

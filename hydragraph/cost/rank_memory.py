@@ -117,6 +117,8 @@ def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) 
         rows: rows of the pipeline's stages (`Pipeline.rows`).
     """
     devices = len(set(rows))
+    # Interleaved stages: a group of devices runs several stages, in rounds of `devices`
+    # micro-batches.
     if devices < len(rows):
         # A round of `devices` micro-batches begins while another round ends.
         return None if schedule == ALL_IN_FLIGHT else 3 * devices + 3
@@ -208,6 +210,7 @@ class MemoryWalk:
         return walk
 
     def _begin(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> None:
+        # Micro-batches of this rank's pipelines; a shared stage serves several pipelines.
         self._batches = {
             m: batch
             for role in (self._stage.roles if self._stage else ())
@@ -228,6 +231,7 @@ class MemoryWalk:
     def curve(self) -> tuple[Memory, int, list[int]]:
         """Return the peak memory, the index of the peak's instruction, and the bytes after each instruction."""
         own = sum(m.tokens for m in self._batches.values())
+        # Ids, positions and labels stay in memory for the whole iteration.
         self._alive.add("batch", "activations", batch_bytes(own, self._everyones))
         at = -1
         after = []
@@ -245,6 +249,8 @@ class MemoryWalk:
             self._largest = {"working": working, **self._alive.sums}
 
     def _run(self, instruction: Instruction) -> None:
+        # `after` lists what the instruction waits for. The buffers of a pull end where its weights
+        # are used, and those of a push before a later push that waits for it.
         for value in instruction.after if self._messages else ():
             if value.kind is ValueKind.WEIGHTS:
                 self._alive.drop(exchange_name(Op.PULL, value.exchange))
@@ -309,6 +315,8 @@ class MemoryWalk:
         total = gradients(name)
         kept = () if link.outgoing else (total,)  # if no copy is made, the value itself is sent
         size = max(link.outgoing + link.incoming, link.handed)  # to first owners, then to second owners
+        # A second push of a bucket (of another pipeline or stage) is received beside the first
+        # owner's sum.
         if bucket_of(name) in self._pushed_before and not self._stays_home(name):
             size += GRADIENT_BYTES * traffic.owners.first.local_size(self._rank)
         self._pushed_before.add(bucket_of(name))
@@ -332,7 +340,10 @@ class MemoryWalk:
         self._measure(block.forward + part)
         self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else block.output)
         if len(instruction.writes) > 1:
+            # Saved values that are other live values (such as the block's input) are counted once.
             shared = self._kept(instruction, block.keeps - {"hidden"} if enters else block.keeps)
+            # At the border of a sequence-parallel stage, the saved input is this rank's part, a
+            # tensor of its own.
             own = block.saved + (part if "hidden" in block.keeps else 0)
             self._alive.add(instruction.writes[1], "activations", own, *shared)
 
@@ -341,6 +352,7 @@ class MemoryWalk:
         block = self._footprint(instruction.target, m)
         enters, leaves = self._borders(instruction.target)
         part = self._hidden_bytes(m) // self._part.tp if leaves else 0
+        # Only the first backward of a bucket allocates its gradient sum; later ones add to it.
         sums = [v for v in instruction.writes if v.kind is ValueKind.GRADIENTS and v not in self._alive]
         if self._model.adds(instruction.target, self._part):  # gradient sums exist during the computation
             self._begin_sums(sums)

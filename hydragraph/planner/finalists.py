@@ -128,6 +128,7 @@ def proposals(costs: Costs, lengths: Sequence[int], candidates: Iterable[Candida
                 assignment, last = share_out(costs, strategy, lengths, candidate.together)
             expected = last + candidate.exposed_s
             by_strategy[strategy] = Proposal(strategy, assignment, last, expected, candidate.origin, candidate.across)
+    # Without its idle pipelines, a proposal may equal another one; keep the faster.
     every: dict[Strategy, Proposal] = {}
     cards = CardBound(costs)
     carried = (_carried(cards, _busy(first_proposal)) for first_proposal in by_strategy.values())
@@ -180,6 +181,7 @@ def finalists(
         clock: estimates of earlier calls.
     """
     began = time.monotonic()
+    # One estimate's duration tells how many estimates and simulations fit before the deadline.
     estimates = _estimated(costs, clock, found, near, until)
     each_s = (time.monotonic() - began) / max(1, len(estimates))
     estimated = {one.strategy for one in estimates}
@@ -192,6 +194,7 @@ def finalists(
         enough = len(settled) >= (SETTLED if near else _simulations(costs))
         if settled and (is_late(until) or enough):
             break
+        # Without `near`, a further proposal must promise to save at least SAVES.
         proposal = queue.next(best * (1 + (near or -SAVES)))
         if proposal is None:
             break
@@ -200,6 +203,7 @@ def finalists(
         able = len(settled) < _simulations(costs) and not is_late(until, SIMULATION * each_s)
         asked = (proposal.strategy, proposal.assignment)
         one = known.get(asked)
+        # Another search may have proposed the same strategy and assignment.
         if one is None:
             one = settle(costs, *asked, proposal.origin, proposal.expected_s)
             if isinstance(one, PricedPlan):
@@ -242,6 +246,8 @@ class _Queue:
     def _promise(self, proposal: Proposal) -> None:
         if not proposal.strategy.shares and not is_late(self._until):
             best = self._clock.promised(proposal.strategy, proposal.assignment.lengths)
+            # A second entry, at the time that good micro-batches may reach. If it is first, the
+            # micro-batches are formed.
             self._add(PROMISED * self._clock.seconds(proposal.strategy, best), proposal, uncut=True)
 
     def _estimate_others(self, limit: float) -> None:
@@ -271,6 +277,7 @@ class _Queue:
     def _pop(self, limit: float) -> tuple[bool, Proposal]:
         if self._moved is None:
             return heappop(self._heap)[2:]
+        # Among proposals nearly as fast as the first, take the one that moves the least state.
         limit = min(limit, self._heap[0][0] * (1 + self._near))
         equal = [entry for entry in self._heap if entry[0] < limit] or self._heap[:1]
         homes = [self._clock.home(proposal.strategy) for *_, proposal in equal]
@@ -304,6 +311,7 @@ def _owned(costs: Costs, one: PricedPlan, last_s: float) -> PricedPlan:
         return Iterations(costs.changed(home=home), strategy).seconds(assignment)
 
     best_s = seconds(one.home)
+    # Traffic is hidden, so no other owners can save much.
     if best_s <= WAITING * last_s:
         return one
     equal = _equal_home(costs, one)

@@ -57,6 +57,8 @@ class DeviceMoves:
         self._degrees = {node: prices.degrees(node.site, len(node.devices)) for node in self._nodes}
         self._all_degrees = sorted({degree for degrees in self._degrees.values() for degree in degrees})
         free_by_rank = free_bytes(costs, typical.sequences * typical.length, safety)
+        # Bytes that a rank's share of the state leaves free, the least of any node with such
+        # groups.
         free: dict[GroupForm, float] = {}
         for node in self._nodes:
             least = min(free_by_rank[rank] for rank in node.devices)
@@ -101,6 +103,7 @@ class DeviceMoves:
         count = max(1, self._bench.micro_batches // len(strategy.pipelines))
         yield from self._nodes_split(strategy, count)
         for pipelines in alike.values():
+            # Change one of these equal pipelines, or all of them.
             for some in {1: pipelines[:1], len(pipelines): pipelines}.values():
                 yield from _with(strategy, some, [])
                 for parts in (1, 2) if len(pipelines[0].devices) > 1 else (1,):
@@ -108,6 +111,7 @@ class DeviceMoves:
                         devices = [one.devices[part::parts] for one in some for part in range(parts)]
                         yield from _with(strategy, some, [self._pipeline(d, degree, count) for d in devices])
         for one, other in combinations_with_replacement(alike.values(), 2):
+            # Pair equal pipelines with each other, or those of two kinds.
             both = (one[::2], one[1::2]) if one is other else (one, other)
             pairs = list(zip(*both, strict=False))
             for joined in {1: pairs[:1], len(pairs): pairs}.values():
@@ -126,6 +130,8 @@ class DeviceMoves:
         alike: dict[Hashable, list[tuple[Devices, list[Pipeline]]]] = {}
         for node, pipelines in single.items():
             devices = tuple(rank for rank in node.devices if rank not in multi_stage_ranks)
+            # Nodes are equal if their devices are equally slow and form equal single-stage
+            # pipelines. Devices of pipelines with several stages stay where they are.
             shape = tuple(sorted(tuple(sorted(self._rate[rank] for rank in p.devices)) for p in pipelines))
             key = node.site, tuple(self._rate[rank] for rank in devices), shape
             if devices:
@@ -133,6 +139,8 @@ class DeviceMoves:
         for nodes in alike.values():
             example = nodes[0][0]
             healthy = min(self._rate[rank] for rank in example)
+            # Devices are sorted from slow to healthy, so the first `slow` devices are the ones that
+            # may be idle.
             slow = sum(self._rate[rank] > SLOW * healthy for rank in example)
             for idle in dict.fromkeys((0, slow)):
                 for sizes in splits(len(example) - idle, self._degrees[self._node[example[0]]]):
@@ -201,8 +209,11 @@ def climbed(
         gained = False
         moves = {move: None for device_moves in sources for move in device_moves.moves(now)}
         order = sorted((sources[0].pace(move), i, move) for i, move in enumerate(moves))
+        # `pace` is quick but ignores the assignment of sequences, so it only selects the moves to
+        # price.
         near = [move for least, _, move in order if least < best * REACH and move not in looked_at]
         while near and left > 0 and not gained:
+            # The best of AT_ONCE moves is taken, then all moves are generated again from there.
             some = near[: min(left, AT_ONCE)]
             near = near[AT_ONCE:]
             for move in some:

@@ -41,6 +41,7 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
 
     healthy = costs.changed(health=Health())
     nodes = nodes_of(costs)
+    # Healthy devices per type: a device with slowdown x counts as 1 / x devices.
     capacity: dict[DeviceSite, float] = defaultdict(float)
     for node in nodes:
         capacity[node.site] += sum(1 / rate for rate in node.rates)
@@ -48,6 +49,8 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
     example = {site: max((node.devices for node in nodes if node.site == site), key=len) for site in sites}
     blocks = Counter(costs.profile.blocks)
     templates = list(blocks)
+    # Per type and kind of block: device-seconds of all sequences, and seconds of the longest
+    # sequence alone.
     spent = np.full((len(sites), len(templates)), math.inf)
     alone = np.full((len(sites), len(templates)), math.inf)
     longest = max(lengths)
@@ -71,6 +74,8 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
     # Variables: the fraction of each template on each type of device [types * templates], then T.
     speeds = np.array(list(capacity.values()))[able]
     objective = np.append(np.zeros(len(speeds) * len(templates)), 1.0)
+    # Equalities: each template's fractions add up to 1. Inequalities: the device-seconds of a type
+    # are at most its speed times T.
     every = np.hstack([*[np.eye(len(templates))] * len(speeds), np.zeros((len(templates), 1))])
     limits = np.hstack([block_diag(*(counts * spent[able])), -speeds[:, None]])
     solved = linprog(objective, limits, np.zeros(len(speeds)), every, np.ones(len(templates)), method="highs")

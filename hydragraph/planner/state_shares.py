@@ -55,6 +55,8 @@ def filled_apart(seconds: Floats, room: Floats, nodes: Sequence[int]) -> Floats 
         return parts
     largest = np.array(nodes) == np.unique(nodes)[of_node.argmax()]
     for some in (largest, ~largest):
+        # Each half of the nodes owns one copy, which is half of all state: 2 * room is its room in
+        # copies.
         half = filled(seconds[some], 2 * room[some])
         if half is None:
             return None
@@ -76,6 +78,8 @@ def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
         rate = costs.health.rate(rank)
         node = costs.cluster.node(costs.cluster.node_of(rank))
         link = node.outer.bytes_per_s * min(1.0, node.cards / node.devices)
+        # An owner sends its weights to every pipeline and receives gradients from each, at the same
+        # time in both directions.
         moved = replicas * elements * max(costs.sizes.itemsize, costs.push_itemsize) / link if several else 0.0
         update = costs.piece_profile(rank).update
         updating = update[1] * elements if update is not None else 0.0
@@ -115,9 +119,11 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
 def _rounded(parts: Floats, room: Floats) -> Floats:
     relative = parts / parts.max()
     for steps in STEPS:
+        # Nearly full ranks are rounded down, the others to the nearest step.
         rounded = np.where(parts >= 0.98 * room, np.floor(relative * steps), np.round(relative * steps))
         for _ in range(CORRECTED):
             shares = rounded / steps
+            # Rounding other ranks down may have increased a rank's fraction above its room.
             full = shares > room * shares.sum()
             if not full.any():
                 return np.asarray(shares)

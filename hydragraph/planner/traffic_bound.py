@@ -55,6 +55,7 @@ class CardBound:
         nodes = len(self._speed)
         if nodes == 1:
             return 0.0
+        # uses[n, b]: number of whole copies of block b that node n's ranks use.
         uses = np.zeros((nodes, len(self._weights)))
         for pipeline in strategy.pipelines:
             for stage, (begin, end) in zip(pipeline.stages, self._spans(pipeline), strict=True):
@@ -67,8 +68,13 @@ class CardBound:
         if self._copies > 1:  # weights come from the nearer owner, gradients go to the first owner
             far = w.sum(0) - np.sort(w, 0)[-self._copies :].sum(0) + g.sum(0) - g.max(0)
             return float(far.sum() / self._speed.sum())
+        # Wherever a block's owners are, a node that does not own it receives its weights, and one
+        # that owns it receives the other nodes' gradients. The smaller of both is a lower bound;
+        # likewise for sent bytes.
         received = np.minimum(w, g.sum(0) - g).sum(1)
         sent = np.minimum(g, w.sum(0) - w).sum(1)
+        # At best, each block is owned by the node that uses it most; all other nodes' weights and
+        # gradients cross a card.
         together = (w.sum(0) + g.sum(0) - (w + g).max(0)).sum()
         return float(max((np.maximum(received, sent) / self._speed).max(), together / self._speed.sum()))
 

@@ -152,7 +152,10 @@ def enveloped(start: BoundedMiniBatch, seed: int = 0) -> MicroBatchCut:
     placed = search(problem, relaxed, [rounded(problem, relaxed), start.first.copy()], SPREADING, seed)
     last, estimates = formed(start, placed)
     best = last
+    # Packing shows how far each pipeline's formula was off: `last.ends - ends(...)` is this error
+    # per pipeline. The next round assigns sequences again, with the errors added to the formula.
     for round_ in range(1, ROUNDS):
+        # Within `enough` of a lower bound, no further round can gain more.
         close = (max(estimates), relaxed.seconds), (best.seconds, start.seconds)
         if any(reached <= bound * (1 + SPREADING.enough) for reached, bound in close):
             break
@@ -181,6 +184,7 @@ def formed(start: BoundedMiniBatch, placed: Ints) -> tuple[MicroBatchCut, Floats
         )
         batch[mine] = first + position
         first += int(count[p])
+    # Twice the largest count leaves room for new micro-batches in `schedule_search`.
     order = np.zeros((pipelines, min(n, 2 * int(count.max()) + 8)), np.int64)
     order[np.arange(order.shape[1]) < count[:, None]] = np.arange(first)
     return _cut(start, placed.copy(), batch, order, count), estimates
@@ -198,6 +202,7 @@ def improved(start: BoundedMiniBatch, cut: MicroBatchCut, effort: SearchEffort, 
 def _cut(start: BoundedMiniBatch, placed: Ints, batch: Ints, order: Ints, count: Ints) -> MicroBatchCut:
     cut = MicroBatchCut(placed, batch, order, count, np.asarray(ends_of(placed, batch, order, count, start.given)))
     faithful = start.given.terms.faithful[start.problem.kind_of]
+    # The arrays approximate links with measured points, so these pipelines are priced again, exactly.
     if not faithful.all():
         sizes = _micro_batches(cut, start.problem.lengths.astype(np.int64))
         for p in np.flatnonzero(~faithful):

@@ -70,11 +70,15 @@ def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Re
     """
     if not len(cost):
         return Relaxation(0.0, cost, np.ones(cost.shape[1]))
+    # One group per distinct part of the sorted sequences; its total cost stands for all of its
+    # sequences.
     starts = _groups(cost)
     z = start
     shares = np.zeros_like(cost)
     prices = np.ones(cost.shape[1])
     for _ in range(ROUNDS):
+        # Capacity depends on the deadline, so prices for a tighter z may give a better bound. The
+        # bound of every round holds.
         room = capacity(z)
         if not room.any():
             break
@@ -92,6 +96,8 @@ def _groups(cost: Floats) -> NDArray[np.int64]:
         return np.arange(n)
     # Groups of long sequences are smaller.
     fits = np.isfinite(cost).sum(1)
+    # Groups also end where a kind of pipeline no longer fits, so that all members of a group have
+    # the same choices.
     even = np.unique(np.round(np.geomspace(1, n, GROUPS)).astype(np.int64)) - 1
     return np.unique(np.concatenate([[0], even, np.flatnonzero(np.diff(fits)) + 1]))
 
@@ -103,9 +109,12 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
     sizes = np.diff(np.append(starts, n))
     bounded = np.where(np.isfinite(cost), cost, 0.0)
     total = np.add.reduceat(bounded, starts, axis=0)
+    # A group's first sequence is its longest, so it decides whether the group fits.
     total[~np.isfinite(cost[starts])] = np.inf
     group, kind = np.nonzero(np.isfinite(total) & (room > 0))
     count = len(group)
+    # Variables: x[group, kind] for each allowed pair, then theta. Rows of `work`: sum_i cost x -
+    # room theta <= 0.
     rows = np.concatenate([kind, np.arange(kinds)])
     columns = np.concatenate([np.arange(count), np.full(kinds, count)])
     work = csr_matrix((np.concatenate([total[group, kind], -room]), (rows, columns)), shape=(kinds, count + 1))
@@ -121,6 +130,7 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
     shares = np.zeros((len(starts), kinds))
     shares[group, kind] = solution.x[:-1]
     prices = np.maximum(-solution.ineqlin.marginals, 0.0)
+    # A kind without capacity must not look free: its dual price would be 0.
     prices[room <= 0] = FORBIDDING * prices.max()
     return prices, np.repeat(shares, sizes, axis=0)
 
@@ -130,6 +140,7 @@ def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], st
     needed = float(priced.min(1).sum())
     if needed <= 0:
         return 0.0
+    # The prices bound even the known assignment's time, up to rounding.
     if float(prices @ capacity(start)) < needed:
         return start
     return bisect(lambda z: float(prices @ capacity(z)) >= needed, 0.0, start, 1e-9)[0]
@@ -173,12 +184,16 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> MinimumTimes:
     fill = np.empty((len(prefixes), kinds))
     for k in range(kinds):
         seconds = terms.seconds[k, : terms.stages[k]]
+        # Seconds to reach each stage and to return from it, for the shortest sequence of each
+        # prefix: [S, p].
         ahead = (seconds[:, :, (FORWARD, BACKWARD)] @ powers[:, prefixes]).max(1).sum(1)
         hops = (seconds[:, :, (AHEAD, BACK)] @ powers[:, prefixes]).max(1).sum(1)
         passed = np.cumsum(ahead + hops, axis=0) - (ahead + hops)  # [S, p]
         both = seconds[:, :, FORWARD] + seconds[:, :, BACKWARD]  # [S, R, 3 + W]
         sums = np.array([powers[0].sum(), powers[1].sum(), 1.0, *(row.sum() for row in powers[3:])])
         total = both @ sums / problem.counts.sum()
+        # Any stage gives a valid bound; the stage with most work and the longest way to it likely
+        # gives the largest.
         s, r = np.unravel_index(int(np.argmax(total + passed.mean(1)[:, None])), total.shape)
         work[:, k] = both[s, r, :2] @ powers[:2] + both[s, r, 3:] @ powers[3:]
         overhead[k] = both[s, r, 2]
@@ -204,11 +219,15 @@ def _divided(problem: AssignmentProblem, least: MinimumTimes, prices: Floats) ->
     cost = least.divided(problem)
     finite = np.isfinite(cost)
     cheapest = np.where(finite, np.where(finite, cost, 0.0) * prices, np.inf).min(1)
+    # Sequences can be divided here: find the smallest z with sum_t price_t count_t max(0, z -
+    # fill_t) >= needed.
     needed = np.cumsum(cheapest)[least.prefixes]
     # Capacity by time z: the sum over kinds of price * count * max(0, z - fill).
     order = np.argsort(least.fill, axis=1)
     weights = (prices * problem.counts)[order]
     fills = np.take_along_axis(least.fill, order, axis=1)
+    # Of the kinds sorted by fill, the first k count at z; for the right k, z is the smallest of the
+    # k solutions.
     paid = np.cumsum(weights, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         z = (needed[:, None] + np.cumsum(weights * fills, axis=1)) / paid
@@ -219,6 +238,8 @@ def _pigeonhole(problem: AssignmentProblem, least: MinimumTimes, low: float) -> 
     lengths = problem.lengths[least.prefixes]
     prefix_sizes = least.prefixes + 1
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])
+    # All sequences of a prefix are at least as long as its last, so at most `together` share a
+    # micro-batch's overhead.
     together = np.maximum(1.0, max_len // lengths[:, None])
     sequence_s = least.work[least.prefixes] + least.overhead / together
 

@@ -72,9 +72,13 @@ def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_P
 
 def _counts(kinds: Sequence[_PipelineKind], sequences: int) -> list[int]:
     every = Counter(kinds)
+    # `by(s)` is the number of sequences that a kind finishes in s seconds: find the time by which
+    # all are finished.
     high = 2 * max(kind.end(sequences) for kind in every if kind.most)  # margin for rounding
     low, _ = bisect(lambda s: sum(n * kind.by(s) for kind, n in every.items()) >= sequences, 0.0, high, PRECISION)
     counts = [kind.by(low) for kind in kinds]
+    # `low` is just below that time, so a few sequences remain. Each goes to the pipeline that then
+    # ends first.
     for _ in range(sequences - sum(counts)):
         least = min(range(len(kinds)), key=lambda p: kinds[p].end(counts[p] + 1))
         counts[least] += 1
@@ -100,6 +104,8 @@ class _Ends:
         count = self._kind.micro_batches(n)
         best: tuple[float, int, tuple[int, ...]] = (math.inf, count, ())
         for ramps in product(RAMPS, RAMPS) if self._kind.stages > 1 else (((), ()),):
+            # The formula's number of micro-batches is near the best. Move to the best of five
+            # numbers until none is better.
             looked: set[int] = set()
             while around := {m for m in range(count - 2, count + 3) if 0 < m <= n} - looked:
                 looked |= around
@@ -121,6 +127,7 @@ def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = 
     weights = np.ones(m)
     weights[: len(first)] = first[:m]
     weights[::-1][: len(last)] = np.minimum(weights[::-1][: len(last)], last[:m])
+    # Rounding the cumulative sums, not the sizes, keeps their total at n.
     ends = np.rint(n * np.cumsum(weights) / weights.sum()).astype(np.int64)
     return tuple(size for size in np.diff(ends, prepend=0).tolist() if size)
 
@@ -167,6 +174,8 @@ class _PipelineKind:
     def by(self, seconds: float) -> int:
         if not self.most:
             return 0
+        # Three cases of the module's formula, solved for n: full micro-batches, the best number of
+        # them, and a single one.
         full = self.most * (seconds / (self.each * self.most + self.fixed) - (self.stages - 1))
         filling = (self.stages - 1) * self.fixed
         n = 0.0

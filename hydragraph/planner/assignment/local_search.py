@@ -104,6 +104,7 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     # Hydraulis, Appendix C: MaxLen gives the minimum number of micro-batches, UtilLen the maximum.
     low = max(1.0, math.ceil(tokens / terms[MAX_LEN]))
     high = max(low, math.floor(tokens / terms[UTIL_LEN]))
+    # With one stage there is no bubble, so further micro-batches only add their fixed cost c.
     if bubble == 0.0:
         best = low
     else:
@@ -111,6 +112,7 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
         if c > 0.0:
             best = min(best, math.sqrt(bubble * load / c))  # minimizes c V + (PP - 1) load / V
         best = min(max(best, low), high)
+    # The function is convex in V, so the best integer is next to the best real number.
     below = min(max(math.floor(best), low), high)
     result = load + c * below + bubble * (max(load / below, alone) + c)
     if below < best:
@@ -193,6 +195,8 @@ def longest_first(instance: AssignmentArrays, start: Ints, fullest: bool) -> Int
     front = np.empty(kinds, np.int64)  # first pipeline of each kind to finish
     least = np.empty(kinds)
     for i in range(n):
+        # Equal pipelines have equal formulas. Comparing one of each kind makes a sequence cost
+        # O(K), not O(P), evaluations.
         front[:] = -1
         least[:] = np.inf
         for p in range(pipelines):
@@ -216,6 +220,7 @@ def longest_first(instance: AssignmentArrays, start: Ints, fullest: bool) -> Int
             if end < first_end:
                 first_end = end
                 chosen = p
+        # No pipeline accepts the sequence: its place remains -1.
         if chosen < 0:
             continue
         placed[i] = chosen
@@ -268,6 +273,8 @@ def best_step(
     best_i = -1
     best_k = -1
     best_q = -1
+    # Sequences of equal length are equal, so only the first of p's is tried, and only the first k
+    # of each q.
     tried = -1.0
     shorter = 0
     seen = np.empty(len(kind_of))
@@ -275,8 +282,10 @@ def best_step(
         if placed[i] != p or lengths[i] == tried:
             continue
         tried = lengths[i]
+        # `shorter` is the first index of a sequence that is shorter than i.
         while shorter < n and lengths[shorter] >= tried:
             shorter += 1
+        # `rest` is p's longest sequence without i.
         rest = state.second[p] if i == state.longest[p] else state.longest[p]
         left = loads[p] - cost[i, own]
         longest = lengths[rest] if rest < n else 0.0
@@ -302,6 +311,7 @@ def best_step(
             seen[q] = lengths[k]
             t = kind_of[q]
             more = cost[i, t] - cost[k, t]
+            # The bound avoids most evaluations of `finish`, which dominate the search's time.
             if _least_end(q, instance.terms[t], extra, state) + more >= best or cost[k, own] == np.inf:
                 continue
             grown = loads[q] + cost[i, t] - cost[k, t]
@@ -341,6 +351,8 @@ def descend(placed: Ints, instance: AssignmentArrays, extra: Floats) -> float:
             changed[last] = True
             changed[q] = True
             near = True
+        # Nothing helps among the NEAR pipelines that end first, so all pipelines are tried before
+        # the search ends.
         elif near and pipelines > NEAR:
             near = False
         else:
@@ -363,6 +375,7 @@ def kick(placed: Ints, instance: AssignmentArrays, extra: Floats, kicks: int, en
         if best <= enough:
             break
         trial[:] = placed
+        # Moves that make ends later are allowed here; `descend` then repairs most of them.
         for _ in range(4 + np.random.randint(5)):
             i = np.random.randint(n)
             p = np.random.randint(pipelines)

@@ -65,6 +65,7 @@ def largest_at_least(work: Floats, count: int) -> float:
     """
     n = len(work)
     bound = max(work[0], work.sum() / count)
+    # Of the (together - 1) * count + 1 largest sequences, `together` share a micro-batch.
     for together in range(2, 5):
         last = (together - 1) * count
         if last >= n:
@@ -125,6 +126,8 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
     values = np.full(len(bounds), np.inf)
     best = np.inf
     open_bounds = bounds.copy()
+    # Values of V in the order of their lower bounds; the search ends where no bound is below the
+    # best result.
     for _ in range(len(bounds)):
         at = np.argmin(open_bounds)
         if open_bounds[at] >= best * (1 - 1e-9):

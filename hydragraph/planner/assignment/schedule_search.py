@@ -130,6 +130,8 @@ def recount(plan: PartialAssignment, given: Sequences, changed: Bools) -> None:
             plan.squares[m] = 0.0
             plan.tokens[m] = 0.0
             plan.near[m] = 0.0
+    # Sums are rebuilt from zero: adding and subtracting single sequences would accumulate rounding
+    # errors.
     for i in range(len(plan.placed)):
         if changed[plan.placed[i]]:
             m = plan.batch[i]
@@ -155,6 +157,8 @@ def recount(plan: PartialAssignment, given: Sequences, changed: Bools) -> None:
 def end_with(p: int, order: Ints, count: int, plan: PartialAssignment, given: Sequences) -> float:
     t = given.kind_of[p]
     stages = given.terms.stages[t]
+    # A forward and a backward per stage and micro-batch; TRIAL stands for the fixed cost of a
+    # simulation.
     plan.spent[0] += 2 * stages * count + TRIAL
     return float(replay(table_at(given.terms, t), stages, plan.rows, order, count, plan.scratch))
 
@@ -168,6 +172,8 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: PartialAs
         less, more: sequences; -1: none.
     """
     t = given.kind_of[p]
+    # Rows n and n + 1 belong to no micro-batch, so that a trial does not overwrite the current
+    # assignment.
     near = plan.near[len(plan.placed) + at]
     near[:] = 0.0
     squares = 0.0
@@ -198,6 +204,8 @@ def without(i: int, p: int, plan: PartialAssignment, given: Sequences) -> int:
         if other != m:
             order[count] = other
             count += 1
+        # Trial row n describes m without sequence i. If i was alone in m, m disappears from the
+        # order.
         elif plan.members[m] > 1:
             order[count] = len(plan.placed)
             count += 1
@@ -217,6 +225,7 @@ def try_places(i: int, q: int, order: Ints, count: int, best: float, plan: Parti
     with_it = rest + 1
     for x in range(count):
         m = order[x]
+        # `rest` is the micro-batch that i leaves: putting i back changes nothing.
         if m == rest or not changed_batch(m, 1, q, -1, i, plan, given):
             continue
         order[x] = with_it
@@ -225,10 +234,12 @@ def try_places(i: int, q: int, order: Ints, count: int, best: float, plan: Parti
         if end < best:
             relocate(i, q, m, 0, plan)
             return True
+    # No existing micro-batch helps, so i forms a new one, at every position of the order.
     if count == plan.order.shape[1] or not changed_batch(-1, 1, q, -1, i, plan, given):
         return False
     own = plan.batch[i]
     for x in range(count + 1):
+        # i is already alone at this position.
         if plan.members[own] == 1 and x < plan.counts[q] and plan.order[q, x] == own:
             continue
         opened(order, count, x, with_it)
@@ -298,6 +309,7 @@ def try_swaps(i: int, p: int, best: float, plan: PartialAssignment, given: Seque
     order = plan.trial[0]
     for k in range(i + 1, n):
         other = plan.batch[k]
+        # Sequences are sorted, so only k > i are shorter; each pair is tried once.
         if plan.placed[k] != p or other == own or given.lengths[k] == given.lengths[i]:
             continue
         if not changed_batch(other, 1, p, k, i, plan, given):
@@ -324,6 +336,8 @@ def least_with(i: int, k: int, q: int, plan: PartialAssignment, given: Sequences
     if k >= 0:
         length -= given.lengths[k]
         squares -= given.lengths[k] * given.lengths[k]
+    # If a stage has several kinds of ranks, the slowest determines its time, which differences of sums
+    # do not give.
     if seconds.shape[1] > 1:
         return 0.0
     for s in range(given.terms.stages[given.kind_of[q]]):
@@ -389,10 +403,12 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: PartialAssignm
 @compiled
 def improve_once(p: int, gain: float, plan: PartialAssignment, given: Sequences, tasks: int, changed: Bools) -> bool:
     """Take the first step that speeds up pipeline p; mark changed pipelines."""
+    # Steps in order of their number of simulations: reorder, leave, move, trade, swap.
     best = plan.ends[p] * (1.0 - gain)
     if try_orders(p, best, plan, given):
         return True
     n = len(plan.placed)
+    # Only the NEAR pipelines that end first receive sequences; the others are nearly as late as p.
     horizon = np.sort(plan.ends)[NEAR - 1] if len(plan.ends) > NEAR else np.inf
     changed[p] = True
     for step in range(4):
@@ -421,6 +437,7 @@ def improve_once(p: int, gain: float, plan: PartialAssignment, given: Sequences,
 def descend(plan: PartialAssignment, given: Sequences, tasks: int, enough: float) -> float:
     """Improve `plan` until no step helps, `tasks` actions are simulated, or the last pipeline ends by `enough`."""
     changed = np.zeros(len(plan.ends), np.bool_)
+    # Large gains first: each of them saves many simulations of small ones.
     for gain in GAINS:
         while plan.spent[0] <= tasks:
             p = np.argmax(plan.ends)
@@ -434,6 +451,7 @@ def descend(plan: PartialAssignment, given: Sequences, tasks: int, enough: float
 def throw(plan: PartialAssignment, given: Sequences, changed: Bools) -> None:
     """Move a random sequence, or swap two micro-batches; mark changed pipelines."""
     i = np.random.randint(len(plan.placed))
+    # Half of the moves stay in the same pipeline, where they change only its micro-batches.
     p = plan.placed[i] if np.random.random() < 0.5 else np.random.randint(len(plan.ends))
     if np.random.random() < 0.25 and plan.counts[p] > 1:
         x = np.random.randint(plan.counts[p])
@@ -448,6 +466,7 @@ def throw(plan: PartialAssignment, given: Sequences, changed: Bools) -> None:
     own = plan.batch[i]
     alone = plan.members[own] == 1
     there = plan.counts[p] - (1 if alone and old == p else 0)
+    # x < there: an existing micro-batch; otherwise a new one at position x - there.
     x = np.random.randint(2 * there + 1)
     if x < there:
         m = plan.order[p, x]
@@ -480,6 +499,8 @@ def improve(
     kept = copied(plan)
     best_assignment = kept
     changed = np.zeros(len(plan.ends), np.bool_)
+    # A random move may make the assignment worse. It is kept only if the descent afterwards ends no
+    # later.
     for _ in range(kicks):
         if best <= enough or plan.spent[0] > tasks:
             break

@@ -115,6 +115,8 @@ def groupings(
     choices = _equal_degrees(degrees) if symmetric else _degrees(degrees)
     distinct_groupings: dict[tuple[Group, ...], None] = {}
     for degree in choices:
+        # Place 0: equal groups; 1: the split with most power; 2: fewer groups with nearly as much
+        # power.
         depth = SPLITS if split and any(node.uneven for node in nodes) else 1
         for place in range(depth):
             groups: list[Group] = []

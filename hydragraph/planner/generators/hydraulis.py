@@ -117,6 +117,8 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
         s for s in profile.schemes if s[0] * s[1] <= devices and profile.max_len(s, devices) >= min(STEP, context)
     ]
     last = -(-int(context) // STEP)
+    # A level counts as fitting only if its longest sequence fits. The last level ends at `context`,
+    # not at a multiple of STEP.
     reach = {s: min(last, profile.max_len(s, devices) // STEP) for s in usable}
     reach |= {s: last for s in usable if profile.max_len(s, devices) >= context}
     if max(reach.values(), default=0) < last:
@@ -154,6 +156,8 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
         for k in range(len(devices)):
             if upto > levels[k]:
                 continue
+            # From short intervals to long ones: a longer interval has more work, so `grown` never
+            # shrinks.
             for above in range(upto - 1, -1, -1):
                 # Rounding errors must not add a tenth of a pipeline.
                 d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
@@ -174,6 +178,8 @@ def proposals(data: Histogram, devices: int) -> list[FractionalStrategy]:
     """Return the best fractional strategies, the longest length first; the first strategy, S[N][L], is exact."""
     plans = [least(data, devices)]
     t = plans[0].seconds
+    # A smaller t needs more devices per length, so the N devices are enough only for shorter
+    # sequences.
     while True:
         t /= SWEEP
         units, by, below = _needs(t, data)
@@ -218,6 +224,7 @@ def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) ->
     while upto:
         k = int(by[upto])
         above = int(below[upto])
+        # The recorded interval's pipelines; its time is at most t, because d was rounded up.
         d = (units[upto] - units[above]) / data.devices[k] / PIPELINE_STEPS
         seconds = max(seconds, float(data.work[k, upto] - data.work[k, above]) / d)
         shares.append(Share(data.schemes[k], float(d), above * STEP, upto * STEP))
@@ -231,6 +238,7 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
     for share in proposal.shares:
         fractional[share.scheme] = fractional.get(share.scheme, 0.0) + share.pipelines
     schemes = sorted(fractional, key=lambda s: -profile.max_len(s, devices))
+    # For example, 1.3 pipelines of one scheme and 2 of another: counts (1, 2) and (2, 2).
     low = [math.floor(fractional[s] + 1e-9) for s in schemes]
     choices = [(n, n + 1) if fractional[s] > n + 1e-9 else (n,) for n, s in zip(low, schemes, strict=True)]
     sizes = [tp * pp for tp, pp in schemes]
@@ -239,6 +247,7 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
     kept = []
     for counts in product(*choices):
         free = devices - sum(n * size for n, size in zip(counts, sizes, strict=True))
+        # If another number could be rounded up, the devices left would be idle for no reason.
         more = any(n < c[-1] and size <= free for n, c, size in zip(counts, choices, sizes, strict=True))
         if free >= 0 and not more and any(n and fits for n, fits in zip(counts, longest, strict=True)):
             kept.append(counts)
@@ -260,6 +269,8 @@ def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> 
     worst = 0.0
     for above in sorted({0, *(int(levels[k]) for k in used if levels[k] < upto)}):
         able = [k for k in used if levels[k] > above]
+        # Sequences above `above` must be processed by the schemes that fit them; the busiest such
+        # set determines the time.
         rate = np.array([counts[k] / np.maximum(of_level[k, above:], 1e-300) for k in able])
         usable = np.array([np.arange(above + 1, upto + 1) <= levels[k] for k in able])
         total = np.where(usable, rate, 0.0).sum(0)

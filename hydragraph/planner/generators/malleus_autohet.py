@@ -90,6 +90,8 @@ def search(
                 break
             bench = _bench(prices, groups, micro_batches, free)
             counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
+            # Even if all groups computed all the time without traffic, these groups would take too
+            # long.
             if micro_batches * bench.layers / sum(bench.speed[i] * n for i, n in counts.items()) > WITHIN * best:
                 continue
             for partition in _published(bench, counts, until) if way.published else _partitions(bench, counts, worth):
@@ -104,6 +106,8 @@ def search(
                     by_shape[shape] = candidate
                     if len(by_shape) >= KEPT:
                         last = nsmallest(KEPT, (each.seconds for each in by_shape.values()))[-1]
+        # Above this size, larger micro-batches only lengthen the bubble, so the first size without
+        # gain is the last.
         if together > max(useful, 2) and best >= before:
             break
     first = sorted(by_shape.values(), key=lambda candidate: candidate.seconds)[:KEPT]
@@ -144,6 +148,8 @@ def _partitions(
 
 
 def _uses(bench: PipelinePricing, counts: dict[int, int]) -> Iterator[tuple[dict[int, int], tuple[int, ...]]]:
+    # Candidates: all groups that can hold a layer, only the healthy ones, and without the weakest
+    # kinds of devices.
     able = {i for i in counts if bench.holds(i)}
     if not able:
         return
@@ -153,6 +159,7 @@ def _uses(bench: PipelinePricing, counts: dict[int, int]) -> Iterator[tuple[dict
         places = bench.micro_batches * bench.layers
         used: dict[int, int] = {}
         for form in sorted(kept, key=lambda i: (-bench.speed[i], i)):
+            # More groups than layers of micro-batches would have nothing to compute.
             group_count = min(counts[form], places - sum(used.values()))
             if group_count:
                 used[form] = group_count
@@ -175,6 +182,7 @@ def _strong(bench: PipelinePricing, counts: Mapping[int, int], able: Collection[
 
 
 def _largest(bench: PipelinePricing, counts: dict[int, int]) -> Iterator[Partition]:
+    # Nothing fits yet: one pipeline of the groups with most memory is the last resort.
     every = [i for i in sorted(counts, key=lambda i: (-bench.memory[i], -bench.speed[i], i)) for _ in range(counts[i])]
     for stages in range(1, min(len(every), bench.layers) + 1):
         if not bench.holds(every[stages - 1]):

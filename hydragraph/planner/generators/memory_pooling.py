@@ -119,6 +119,7 @@ def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[Se
 
 
 def _limits(costs: Costs, candidate: SearchCandidate, tokens: int) -> list[float]:
+    # The rank with the least memory limits its whole form.
     least = dict.fromkeys(candidate.bench.forms, math.inf)
     for group in candidate.groups:
         limit = min(NEAR_LIMIT * costs.memory_of(rank) for rank in group.devices) - batch_bytes(tokens, tokens)
@@ -134,6 +135,7 @@ def _pool(costs: Costs, candidate: SearchCandidate, limits: Sequence[float]) -> 
     whole = pipelines * option.kind.tp * option.state_bytes
     ends = pipelines * option.kind.tp * (option.first_bytes + option.last_bytes)
     state = costs.home.copies * state_bytes(costs)
+    # An idle rank owns state and sends and receives messages, but has no layers.
     idle = state + bench.layers * whole + ends
     room = math.fsum(bench.forms[i].tp * max(0.0, limits[i]) / idle for i in candidate.partition.idle)
     return Pool(bench.layers, state, whole, ends, pulled, room)
@@ -143,6 +145,7 @@ def _row(bench: PipelinePricing, laid: PipelineLayout, times: int, limits: Seque
     stages = len(laid.order)
     shape = (stages, max(len(bench.options[i]) for i in laid.order))
     layer, extra, fixed, layer_bytes, gradients = (np.full(shape, math.inf) for _ in range(5))
+    # Early stages keep more micro-batches, so a layer needs more bytes there.
     in_flight_of = in_flight(DEFAULT_SCHEDULE, stages, count)
     for s, form in enumerate(laid.order):
         rate = bench.forms[form].rate
@@ -162,6 +165,7 @@ def _least_factor(pool: Pool, rows: Sequence[_Row], needed: float) -> float | No
     def fits(factor: float) -> bool:
         return _room(pool, rows, factor) >= needed
 
+    # Either save time, or find the smallest slowdown with which the state fits.
     if fits(WORTH):
         return bisect(fits, QUICKEST, WORTH, NEARLY)[1]
     if not fits(1.0) and fits(SLOWEST):
@@ -181,9 +185,12 @@ def _share(pool: Pool, rows: Sequence[_Row], factor: float, needed: float) -> fl
 
 def _quick(pool: Pool, bench: PipelinePricing, row: _Row, factor: float, share: float) -> PipelineLayout:
     bound = factor * row.laid.each_s
+    # Bisect the price of a second: the highest price whose layers still have enough room gives the
+    # fastest stages.
     most, layers, chosen = roomiest(pool, row.stages, bound, 0.0)
     low, high = 0.0, 1e3 / bound
     for _ in range(_HALVINGS):
+        # Geometric mean, because prices span many orders of magnitude.
         price = math.sqrt(max(low, 1e-6 * high) * high)
         room, other, ways = roomiest(pool, row.stages, bound, price)
         if room >= share * most * (1 - 1e-9):
@@ -211,6 +218,9 @@ def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float,
     gradients = pool.whole * (1 - pool.pulled)
     end_weights = pool.pulled * pool.ends
     end_gradients = (1 - pool.pulled) * pool.ends
+    # best[s, done]: most room (minus priced seconds) of the first s stages with `done` layers;
+    # `layers_table`, `way` and `rooms` hold the last stage's layers, its option and the room of the
+    # same solution.
     best = np.full((stages + 1, layers + 1), -np.inf)
     best[0, 0] = 0.0
     layers_table = np.zeros((stages + 1, layers + 1), np.int64)
@@ -223,11 +233,14 @@ def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float,
                 continue
             for o in range(options):
                 most = layers - done - (stages - s - 1)
+                # Every later stage needs a layer, and the last stage gets all that are left.
                 for n in range(most if last else 1, most + 1):
                     seconds = of.extra[s, o] + of.layer[s, o] * n
                     need = of.fixed[s, o] + of.each[s, o] * n
                     if not seconds <= bound * (1 + FORGIVEN) or need > of.limit[s]:
                         break
+                    # An owner sends the weights of all layers except its own stage's. Gradients of
+                    # earlier layers arrive after the peak.
                     sent = weights * (layers - n) + end_weights
                     behind = 0.0 if last else gradients * (layers - done - n) + end_gradients
                     at_end = gradients * layers + end_gradients
@@ -246,6 +259,7 @@ def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float,
     chosen = np.zeros(stages, np.int64)
     if best[stages, layers] == -np.inf:
         return -np.inf, stage_layers, chosen
+    # Follow the recorded choices back from the last stage.
     left = layers
     for s in range(stages, 0, -1):
         stage_layers[s - 1] = layers_table[s, left]

@@ -89,9 +89,12 @@ class PipelinePricing:
         self.memory = tuple(memory)
 
         self.options = [prices.options(form.site, form.tp) for form in self.forms]
+        # Numbers of form i's option o; missing options are infinite, so that compiled code never
+        # chooses them.
         self._numbers = np.full((len(forms), max(map(len, self.options), default=0), len(NUMBERS)), math.inf)
         for i, form in enumerate(self.forms):
             self._numbers[i, : len(self.options[i])] = prices.numbers(form.site, form.tp)
+        # Per form: slowdown, free bytes, and seconds per byte of pull and push.
         rows = [(f.rate, free, self._passing(f)) for f, free in zip(self.forms, self.memory, strict=True)]
         self._rows = np.array(rows).reshape(-1, 3)
         self.speed = [1 / (form.rate * min(o.layer_s for o in self.options[i])) for i, form in enumerate(self.forms)]
@@ -115,10 +118,13 @@ class PipelinePricing:
 
     def lay(self, multiset: Multiset, count: int) -> PipelineLayout:
         """Arrange a multiset of groups as a pipeline for about `count` micro-batches."""
+        # Above four micro-batches per stage, a further micro-batch no longer changes the layout.
         key = (multiset, min(count, 4 * len(multiset)))
         if key not in self._laid:
             slow_first, large_first = (tuple(sorted(multiset, key=place.__getitem__)) for place in self._places)
             laid = [self._order(order, count) for order in dict.fromkeys((slow_first, large_first))]
+            # Neither order fits. Also try the two largest groups at the ends, which hold the
+            # embedding and the head.
             if not any(layout.order for layout in laid):
                 ends = (*large_first[:1], *large_first[2:], *large_first[1:2])
                 laid += [self._order(order, count) for order in (ends, large_first[::-1])]
@@ -147,6 +153,8 @@ class PipelinePricing:
         if self._prices.costs.ranks == 1:
             return 0.0
         site = form.site
+        # The state is divided equally, so the fraction `away` of it crosses the node's network
+        # cards.
         away = 1 - self._prices.within(site)
         return max(away / (site.outer.bytes_per_s * min(1.0, site.cards)), (1 - away) / site.inner.bytes_per_s)
 
@@ -170,6 +178,8 @@ class PipelinePricing:
         each_s = np.array([layout.each_s for layout in laid])
         alike = np.array(list(pipelines.values()), dtype=np.int64)
         seconds = float(least_seconds(self.micro_batches, first, each_s, alike))
+        # Pipelines wait for each other where the same layer is pulled and pushed. This is slow to
+        # compute, so it is skipped for partitions that already take too long.
         if len(laid) > 1 and seconds < worth:
             seconds = float(least_seconds(self.micro_batches, first + self.awaited(laid), each_s, alike))
         # Traffic overlaps computation.
@@ -186,6 +196,7 @@ class PipelinePricing:
 
         Each group, from fast to slow, joins the pipeline that is slowest so far.
         """
+        # The fastest form is divided evenly; the others then join one at a time.
         first, *others = sorted(groups, key=lambda i: (-self.speed[i], i))
         turns, more = divmod(groups[first], number)
         first_counts = [turns + 1] * more + [turns] * (number - more)
@@ -210,6 +221,8 @@ class PipelinePricing:
         best = self.price(now)
         left = EXCHANGES
         gained = True
+        # First improvement, not best: the neighborhood grows with the square of the number of
+        # forms.
         while gained and left > 0:
             gained = False
             for pipelines, unused in self._neighbours(now, resting):
@@ -233,11 +246,13 @@ class PipelinePricing:
         slowest = sorted(now, key=lambda m: -self.lay(m, count).each_s)
         for giving in slowest:
             for form in dict.fromkeys(giving):
+                # A group leaves: it becomes idle, or joins another pipeline.
                 if len(giving) > 1:
                     yield _exchanged(now, (giving, _less(giving, form))), _more(idle, form)
                     for taking in now:
                         if taking != giving or now[giving] > 1:
                             yield _exchanged(now, (giving, _less(giving, form)), (taking, _more(taking, form))), idle
+        # Two pipelines exchange groups of different forms.
         for one in slowest:
             for other in now:
                 if other == one:
@@ -247,6 +262,7 @@ class PipelinePricing:
                         if a != b:
                             changed = (one, _more(_less(one, a), b)), (other, _more(_less(other, b), a))
                             yield _exchanged(now, *changed), idle
+        # An idle group joins a pipeline.
         for form in dict.fromkeys(idle):
             for taking in now:
                 yield _exchanged(now, (taking, _more(taking, form))), _less(idle, form)
@@ -260,6 +276,8 @@ def pipeline_of(devices: Iterable[Sequence[int]], layers: Sequence[int], kinds: 
 
 def numbers(groups: int, micro_batches: int, layers: int) -> list[int]:
     most = min(groups, micro_batches)
+    # A pipeline has at most one group per layer. Many pipelines are tried only where all have the
+    # same depth.
     few = range(-(-groups // layers), min(most, EVERY) + 1)
     deep = (groups // depth for depth in range(1, max(1, groups // EVERY) + 1))
     return sorted({*few, *(n for n in deep if -(-groups // layers) <= n <= most), most})

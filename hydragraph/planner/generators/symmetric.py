@@ -64,6 +64,7 @@ def simple(
     """
     group_prices = group_prices or GroupPrices(costs)
     nodes = nodes_of(costs)
+    # All nodes, then the strongest node of each kind by itself.
     sets = [nodes, *(((node,) for node in _strongest(nodes)) if apart and len(nodes) > 1 else ())]
     every: list[tuple[str, int, _Groups]] = []
     for number, some in enumerate(sets):
@@ -75,6 +76,7 @@ def simple(
             if not number and len(groups.ranks) > 1:
                 prices = group_prices.prices((length,) * sizes[0], reach)
                 every.append(("a group", degree, _quickest(prices, groups, degree)))
+    # For each layout, the best number of sequences per micro-batch.
     fastest: dict[tuple[str, _Groups, int, bool, bool], tuple[_Laid, int]] = {}
     for together in sizes:
         prices = group_prices.prices((length,) * together, reach)
@@ -145,6 +147,8 @@ def _priced(
         equal = np.diff(prices.layers * np.arange(depth + 1) // depth)
         for by_stage in (False, True) if 1 < depth < count else (False,):
             rows = _Rows(groups, kinds, numbers, _order(count, depth, by_stage), micro_batches, prices)
+            # Kinds are sorted by time, so the first that fits is the fastest (for example, without
+            # recomputation).
             for choice in range(len(kinds)):
                 if rows.fit(equal, np.full(depth, choice)):
                     yield (depth, by_stage, False), rows.laid(equal, np.full(depth, choice))
@@ -166,6 +170,8 @@ class _Rows:
         prices: LayerPrices,
     ) -> None:
         width, depth = order.shape
+        # Arrays are [kinds, pipelines, stages]: `order` [pipelines, stages] selects the group of
+        # each stage.
         of = {name: array[:, order] for name, array in numbers.items()}
         first = np.arange(depth) == 0
         last = np.arange(depth) == depth - 1
@@ -178,11 +184,14 @@ class _Rows:
         flying = np.array(in_flight(DEFAULT_SCHEDULE, depth, self._count))
         behind = 1 - (np.arange(depth) + 1) / depth
         bytes_per_byte = np.array([prices.held(1 - 1 / depth - b, b) for b in behind]).T
+        # Layers that fit: at the peak (with micro-batches in flight) and at the end (with all
+        # messages) of an iteration.
         self._most = np.full(self._layer_s.shape, math.inf)
         for line, kept in zip(bytes_per_byte, (flying, np.zeros_like(flying)), strict=True):
             layer_bytes = line * of["state_bytes"] + kept * of["kept_bytes"]
             own = of["own_bytes"] + line * (first * of["first_bytes"] + last * of["last_bytes"])
             self._most = np.minimum(self._most, np.floor((groups.free[order] - own) / np.maximum(layer_bytes, 1e-9)))
+        # All pipelines get equal layers, so the tightest pipeline decides.
         self._most = np.maximum(0, self._most).min(axis=1)
 
     def fit(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> bool:

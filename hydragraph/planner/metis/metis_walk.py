@@ -82,6 +82,7 @@ def walk(
     plan = np.zeros((4, count + 1), dtype=np.int64)
     for groups in divisions:
         capacity_mb(tables, kinds, groups, limits)
+        # Numbers of micro-batches that divide the batch, largest first, as in Metis.
         for batches in range(tables.batch, 0, -1):
             if tables.batch % batches:
                 continue
@@ -105,6 +106,8 @@ def walk(
                     pending_steps = 0
                     cost = price(tables, ranks, bounds, batches, count).sum()
                     claimed = min(claimed, cost)
+                    # Metis first prices a plan as if it had `stages` stages, so the cost that it
+                    # reports may be lower.
                     if stages < count:
                         claimed = min(claimed, price(tables, ranks, bounds, batches, stages).sum())
                     if cost < best and can_train(places, groups, tp, bounds, layers, mixed_tp):
@@ -117,6 +120,8 @@ def walk(
                     if attempt == 1:
                         break
                 pending_steps += 1
+                # Choose the stage that doubles its tensor-parallel degree; see the module's
+                # docstring.
                 if order == MEMORY and has_lacking:
                     more = change(dp, tp, lacking)
                 elif has_left:
@@ -279,12 +284,15 @@ def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
     """Lower the speeds of stages with too little memory, and raise other speeds; return whether this is possible."""
     count = speed.size
     fits = limits > demand
+    # A stage that fits may take more layers, up to its memory. One that does not fit gets 0.9 of
+    # what would fit.
     room = np.where(fits, speed * limits / demand - speed, 0.0)
     added = np.zeros(count)
     lowered = np.where(fits, speed, speed * (limits / demand) * 0.9)
     missing = (speed - lowered).sum()
     if room.sum() < missing:
         return False
+    # Distribute what other stages lost over those with room, in proportion to their speed.
     while missing > 0.01:
         total = speed[room > 0.001].sum()
         before = missing
@@ -307,6 +315,8 @@ def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None
     count = speed.size
     owner = np.full(split.size, -1, dtype=np.int64)
     capacity = speed.copy()
+    # As in Metis: pieces to stages from the front, then to the last stage, then the rest; whole
+    # layers by majority.
     give_pieces_forward(split, capacity, owner)
     give_pieces_to_last(split, capacity, owner)
     give_rest_of_pieces(split, capacity, owner)
