@@ -38,7 +38,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save failed on this rank without raising an error yet."""
+        """Whether a save has failed on this rank and its error has not been raised yet."""
         return self._error is not None
 
     def start(
@@ -52,7 +52,7 @@ class Saver:
         """Wait for an earlier save, copy the state and start writing; see `save_and_load.save` for the arguments."""
         self.wait()
         if self._groups is None:
-            world = replace(self._world, backend="gloo")  # only Python objects are sent
+            world = replace(self._world, backend="gloo")  # this group only sends Python objects
             self._groups = Groups(world, self._timeout)
         prepared = save_and_load.prepare(path, home, optimizer, extra, groups)
         with removed_after_error(prepared.scratch, self._world.rank):
@@ -81,7 +81,8 @@ class Saver:
     def _write(self, prepared: save_and_load.PendingCheckpoint, groups: Groups) -> None:
         try:
             if self._world.device.type == "cuda":
-                torch.cuda.set_device(self._world.device)  # DCP's writer uses the thread's GPU, by default GPU 0
+                # DCP's writer uses the current GPU of its thread, which is GPU 0 by default.
+                torch.cuda.set_device(self._world.device)
             with self._world.calling(prepared.what):
                 save_and_load.write(prepared, groups)
         except (ValueError, RankFailure) as error:

@@ -30,7 +30,7 @@ from hydragraph.runtime.shard_boxes import OwnedBoxes
 
 
 class ShardedSave(DefaultSavePlanner):
-    """Writes the boxes of `OwnedBoxes` values."""
+    """Planner that writes the boxes of `OwnedBoxes` values."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -48,7 +48,7 @@ class ShardedSave(DefaultSavePlanner):
 
 
 class ShardedLoad(DefaultLoadPlanner):
-    """Fills the boxes of `OwnedBoxes` values from stored tensors."""
+    """Planner that fills the boxes of `OwnedBoxes` values from stored tensors."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

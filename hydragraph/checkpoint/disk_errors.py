@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PROBE = 4 << 20  # bytes that `refusal` writes; a disk with less free space counts as full
+_PROBE = 4 << 20  # number of bytes that `refusal` writes; a disk with less free space counts as full
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def file_errors(directory: Path, shown: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:  # a full disk's error has no file name
+        if error.errno is not None and error.filename is None:  # the error of a full disk does not contain a file name
             error.filename = str(shown)
         raise
     except Exception as error:

@@ -91,7 +91,10 @@ def is_whole(path: Path) -> bool:
 
 
 def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
-    """Check file hashes, divided among the ranks `sharing` a copy; if a file has changed, all ranks raise Damaged."""
+    """Check the hashes of files, divided among the ranks that share a copy (`sharing`).
+
+    If a file has changed, all ranks raise Damaged.
+    """
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
     by_rank = together(groups, what, lambda: [text for n in mine if (text := damage(path / n, manifest.files[n]))])
     damages = [text for part in by_rank for text in part]

@@ -18,7 +18,7 @@ from hydragraph.checkpoint.manifest import Damaged
 from hydragraph.errors import type_text
 
 _PLAIN = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_PATHS = ("pathlib", "pathlib._local")  # pathlib._local: since Python 3.13
+_PATHS = ("pathlib", "pathlib._local")  # Python 3.13 and later use pathlib._local
 _NAMED = frozenset({("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")})
 
 

@@ -23,7 +23,7 @@ class UnshardedState:
     """Unsharded part of an optimizer's state.
 
     Attributes:
-        scalars: parameter name -> state name -> value, for parameters that the rank owns at least partly.
+        scalars: values by parameter name and state name, for parameters of which the rank owns at least a part.
     """
 
     groups: list[list[str]]
@@ -70,7 +70,7 @@ def merged(parts: Sequence[UnshardedState]) -> UnshardedState:
 
 
 def allocated(metadata: Metadata, home: HomeState) -> dict[str, dict[str, Tensor]]:
-    """Allocate this rank's part of the stored elementwise states, as parameter -> state -> 1-D tensor."""
+    """Allocate this rank's part of the stored elementwise states, as 1-D tensors by parameter and state name."""
     states: dict[str, dict[str, Tensor]] = {}
     for key, stored in metadata.state_dict_metadata.items():
         state, _, name = key.removeprefix(_PREFIX).partition(".")
@@ -104,7 +104,7 @@ def restore(
     """Restore state into this rank's optimizer, in place.
 
     Args:
-        states: parameter -> state -> 1-D tensor of this rank's elements.
+        states: 1-D tensors of this rank's elements, by parameter and state name.
     """
     check_groups(what, home, optimizer, plain)
     groups = _group_names(home, optimizer)

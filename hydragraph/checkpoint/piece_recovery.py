@@ -31,7 +31,7 @@ from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, dtypes
 _LOG = logging.getLogger(__name__)
 
 _WHAT = "read checkpoint pieces"
-_AHEAD = 3  # number of windows (lists of reads) that are read ahead
+_AHEAD = 3  # number of windows (lists of reads) that are read in advance
 _READERS = 4
 
 
@@ -61,10 +61,10 @@ class _Found:
 class Recovery:
     """Reader of the newest complete checkpoint whose pieces can be read.
 
-    Checkpoints of a series that a rank last wrote or read are preferred to newer checkpoints of other series.
+    A checkpoint of the series that a rank last wrote or read is preferred to a newer checkpoint of another series.
 
     Attributes:
-        chunk: bytes that all ranks together read ahead or exchange at a time.
+        chunk: bytes that all ranks together read in advance or exchange at a time.
         least: earliest step to accept; if all complete checkpoints are older, `run` returns None.
         buffers: as for `save_and_load.load`.
         optimizer: name of the optimizer's class; None accepts any.
@@ -189,7 +189,8 @@ class Recovery:
         def listed() -> dict[StoredCheckpoint, dict[PiecePlace, list[StatePiece]]]:
             by_checkpoint: dict[StoredCheckpoint, dict[PiecePlace, list[StatePiece]]] = {}
             for tier, ranks in reach.items():
-                if tier in pieces.shelves and min(ranks) == rank:  # the place's lowest rank lists the pieces
+                # The lowest rank with access to the place lists the pieces.
+                if tier in pieces.shelves and min(ranks) == rank:
                     without = set().union(*(hosts[sharer][2] for sharer in ranks))
                     try:
                         held = pieces.held(tier)
@@ -218,7 +219,7 @@ class Recovery:
             try:
                 data = self.pieces.common(place.tier, found.kept)
                 decoded(data)
-            except Exception as error:  # torch raises many types of errors
+            except Exception as error:  # torch raises many types of errors for damaged files
                 self.pieces.unreadable.add((place.tier, found.kept, None))
                 where = place.tier.name.lower()
                 raise ValueError(f"{_WHAT}: common.pt of step {found.kept.step}, from {where}: {error}") from error

@@ -25,7 +25,7 @@ class StorageTier(IntEnum):
 
     MEMORY = 0
     DISK = 1
-    STORE = 2  # shared by all nodes
+    STORE = 2  # storage that all nodes share
 
 
 @dataclass(frozen=True, order=True)
@@ -82,7 +82,7 @@ def fetch_plan(
     for piece in sorted(places):
         by_bucket.setdefault(piece.bucket, []).append(piece)
     plan: list[PieceRead] = []
-    open_at: dict[tuple[object, ...], int] = {}  # index in `plan` of an extensible read
+    open_at: dict[tuple[object, ...], int] = {}  # index in `plan` of a read that can be extended
     for bucket, layout in needed.items():
         pieces = by_bucket.get(bucket, [])
         # All elements between two marks are in the same pieces, and the same ranks need them.
@@ -115,7 +115,7 @@ def _fetches(
         for place in places:
             for rank in place.ranks:
                 reach[rank] = min(reach.get(rank, (place.tier, piece)), (place.tier, piece))
-    reads: dict[int, list[int]] = {}  # reader -> ranks that receive its data
+    reads: dict[int, list[int]] = {}  # for each reader, the ranks that receive its data
     own = [rank for rank in needing if rank in reach and reach[rank][0] is StorageTier.MEMORY]
     for rank in own:
         reads[rank] = [rank]

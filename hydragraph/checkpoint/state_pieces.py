@@ -37,7 +37,7 @@ _PIECE = re.compile(r"(\d+)-(\d+)\.safetensors")
 _COMMON = "common.pt"
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "r2"}  # protocols of fsspec
 _BLOCK = 1 << 20  # bytes per checksum
-_HEAD = 8  # bytes of the field with the header's length
+_HEAD = 8  # size in bytes of the field that contains the header's length
 
 
 @dataclass(frozen=True, order=True)
@@ -207,7 +207,7 @@ class Pieces:
         if not re.fullmatch(r"[0-9a-z]*", run):
             raise ValueError(f"pieces: run={run!r}: use only lower-case letters and digits")
         self.last: StoredCheckpoint | None = None
-        self.series = ""  # series last written or read
+        self.series = ""  # the series that was last written or read
         self.unreadable: set[tuple[StorageTier, StoredCheckpoint, StatePiece | None]] = set()  # None means `common.pt`
         self._keep = keep
         self._run = run
@@ -229,7 +229,7 @@ class Pieces:
 
     @property
     def written(self) -> Mapping[StorageTier, StoredCheckpoint]:
-        """For each place, the last checkpoint that this rank wrote."""
+        """The last checkpoint that this rank wrote to each place."""
         return dict(self._written)
 
     def put(
@@ -272,7 +272,7 @@ class Pieces:
         return errors
 
     def clear(self, store: bool) -> None:
-        """Delete all checkpoints (those in the store only if `store` is true)."""
+        """Delete all checkpoints in memory and on disk and, if `store` is true, also in the store."""
         self.join()
         for tier, shelf in self.shelves.items():
             for folder in shelf.folders() if store or tier is not StorageTier.STORE else ():
@@ -283,7 +283,7 @@ class Pieces:
                     shelf.root.rmdir()
 
     def held(self, tier: StorageTier) -> dict[StoredCheckpoint, list[StatePiece]]:
-        """List this run's pieces in a place, except those of checkpoints without `common.pt`."""
+        """List this run's pieces in a place, except pieces of checkpoints without `common.pt`."""
         by_checkpoint: dict[StoredCheckpoint, list[StatePiece]] = {}
         common: set[StoredCheckpoint] = set()
         shelf = self.shelves.get(tier)
@@ -316,7 +316,7 @@ class Pieces:
         def attempt() -> None:
             try:
                 work()
-            except Exception as error:  # reported by `errors` or `wait`
+            except Exception as error:  # `errors` or `wait` reports this error
                 self._errors.append(error)
 
         thread = threading.Thread(target=attempt, name="hydragraph-pieces", daemon=True)
@@ -395,7 +395,7 @@ class PieceFile:
         low, high = (lo - first) * dtype.itemsize, (hi - first) * dtype.itemsize
         if not 0 <= low <= high <= end - begin:
             raise self._damaged(f"{key} is truncated")
-        block, past = low // _BLOCK, -(-high // _BLOCK)  # each block has a checksum
+        block, past = low // _BLOCK, -(-high // _BLOCK)  # each block of the file has a checksum
         start, stop = block * _BLOCK, min(past * _BLOCK, end - begin)
         data = bytearray(self._shelf.get(self._name, self._start + begin + start, self._start + begin + stop))
         if len(data) != stop - start:
@@ -413,7 +413,7 @@ class PieceCopy:
     """Copy of one rank's interval of a bucket.
 
     Attributes:
-        firsts: parameter -> index of the parameter's first element in the interval.
+        firsts: index of each parameter's first element in the interval.
     """
 
     piece: StatePiece

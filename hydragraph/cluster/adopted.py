@@ -1,4 +1,4 @@
-"""The default process group, and an additional group that sends Python objects."""
+"""The process group that already exists, and an additional group that sends Python objects."""
 
 from __future__ import annotations
 

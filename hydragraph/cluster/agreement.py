@@ -62,7 +62,7 @@ def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
 
 
 def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) -> None:
-    """If `sent` is an error on any rank, raise an error on all ranks: `own`, or else the first `sent`."""
+    """If `sent` is an error on any rank, raise an error on all ranks: this rank's `own`, or else the first `sent`."""
     first = next((error for error in ranks.gather(sent) if error is not None), None)
     if first is not None:
         raise agreed(own or first)

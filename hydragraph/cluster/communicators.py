@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 # Maximum peers in one grouped NCCL operation; NCCL allocates buffers for each peer.
 _GROUPED = 32
-# Bytes of the first message of `Groups.tell`, and of the length field at its start.
+# Bytes of the first message that `Groups.tell` sends, and of the length field at the start of this message.
 _TOLD = 1 << 14
 _LENGTH = 8
 
@@ -90,15 +90,16 @@ class Groups:
         self._staging = Staging(world.device) if world.backend == "gloo" and world.device.type != "cpu" else None
         self.waited_s = 0.0
         self.closed = False
-        self._reductions = 0  # number of reductions to the host, equal on all ranks
-        self._told: tuple[Message, ...] = ()  # broadcasts that other ranks may not have received
+        self._reductions = 0  # number of calls of `reduce_to_host`, equal on all ranks
+        self._told: tuple[Message, ...] = ()  # broadcasts that other ranks may not have received yet
         self._channels: dict[Channel, dist.ProcessGroup] = {}
-        # Groups by sorted ranks (None without this rank), least recently used first, in equal order on all ranks.
+        # Groups by sorted ranks, or None if this rank is not a member. The least recently used group comes first. The
+        # order is equal on all ranks.
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
         self._pairs: set[Pair] = set()
         if world.ranks > 1:
             began = time.perf_counter()
-            self._watch.also_abort(self.abort)  # a rank may be lost while connecting
+            self._watch.also_abort(self.abort)  # a rank may be lost while the ranks connect
             with self._watch.guarding():
                 for channel in Channel:
                     if channel is not Channel.MOVE:
@@ -326,13 +327,13 @@ class Groups:
         return self._channels[Channel.UP if destination > source else Channel.DOWN]
 
     def tensor_parallel(self, rank_sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], AnyCollectives]:
-        """Create missing communicators of stages; all ranks pass the same list.
+        """Create the communicators of stages that do not have one; all ranks pass the same list.
 
         Args:
             rank_sets: each stage's ranks, in tensor-parallel order.
 
         Returns:
-            The collectives of each of `rank_sets` with this rank, valid until the next call.
+            The collectives of each item of `rank_sets` that includes this rank, valid until the next call.
         """
         # Stages with the same ranks, in any order, share a group.
         needed = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
@@ -382,7 +383,7 @@ class Groups:
             drop(groups)  # gloo's destructor may wait forever
 
     def _all(self) -> list[dist.ProcessGroup]:
-        # Atomic copies, because the watch's thread also calls `_all`.
+        # The copies are atomic, because the watch's thread also calls `_all`.
         every = [*self._channels.copy().values(), *self._tensor_parallel.copy().values()]
         return [group for group in every if group is not None]
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from hydragraph.cluster.processes.rendezvous_stores import is_loopback, resolved
 
-_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # documentation addresses (RFC 5737, RFC 3849), on the default route
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+# Addresses reserved for documentation (RFC 5737, RFC 3849); packets to them would use the default route.
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
+_SIOCGIFADDR = 0x8915  # Linux's request code for the IPv4 address of an interface
 
 
 def interface_for(address: str) -> str | None:

@@ -50,12 +50,12 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-_MOST = 1024  # processes per host; each needs about 0.3 GB
-_ASK_S = 5.0  # for one attempt to reach the launcher's store
-_REACHED_S = 300.0  # for all attempts to reach the launcher's store
+_MOST = 1024  # maximum number of processes per host; each needs about 0.3 GB
+_ASK_S = 5.0  # time limit for one attempt to reach the launcher's store
+_REACHED_S = 300.0  # time limit for all attempts to reach the launcher's store
 _ARRIVAL_POLL_S = 0.01
 _HERE = "hydragraph/here"
-_ARRIVAL = timedelta(minutes=30)  # time for all ranks to arrive
+_ARRIVAL = timedelta(minutes=30)  # time limit for all ranks to arrive
 
 # A fork takes 10 ms, an import of torch seconds. On macOS, forks are unsafe.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
@@ -142,12 +142,12 @@ def apart(device: torch.device | str | None = None) -> World:
 
 def _of_this_rank(asked: torch.device | str | None) -> tuple[torch.device, int]:
     if str(asked) != "cpu" and torch.backends.cuda.is_built():
-        set_cuda_environment(os.environ)  # before CUDA starts
+        set_cuda_environment(os.environ)  # must happen before CUDA starts
     device = _device(asked)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
         gpus = torch.cuda.device_count()
-        member = here()  # a member's local rank may change, but not its GPU
+        member = here()  # a member's local rank may change, but its GPU stays the same
         own = (local_rank if member is None else member.gpu) % gpus
         device = torch.device("cuda", own if device.index is None else device.index)
         torch.cuda.set_device(device)
@@ -286,7 +286,8 @@ def launch(
         raise ValueError(f"launch: timeout={timeout!r}: give a datetime.timedelta, as in timedelta(seconds=60)")
     work = _pickled(function, args)
     context = starting(function, prepare)
-    server = hosted(HOST if nodes is None else nodes.address, 0)  # starts a thread, so only after `starting`
+    # This starts a thread, so it must come after `starting`.
+    server = hosted(HOST if nodes is None else nodes.address, 0)
     run = run_crew if elastic is None else partial(run_members, elastic, nodes)
     timeout_s = math.inf if timeout is None else timeout.total_seconds()
     job = Job(context, ranks, server.port, work, timeout_s, relay or Relay())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 PACKAGE = str(Path(__file__).parents[2])  # folder that contains this package
-GONE = (EOFError, OSError, pickle.UnpicklingError)  # raised by `Worker.ask` if the process ends
+GONE = (EOFError, OSError, pickle.UnpicklingError)  # errors that `Worker.ask` raises if the process has ended
 
 
 def start_module(

@@ -54,7 +54,8 @@ class MovingStore:
     def connect(self) -> Any:
         """Return a new client of the current store; the client is disconnected when the store moves."""
         host, port = json.loads(self._text)
-        socket.create_connection((host, port), timeout=_CONNECT_S).close()  # fails fast, unlike `client`
+        # This fails fast, whereas `client` may wait long.
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
         before = open_sockets()
         try:
             return client(host, port)
@@ -113,7 +114,7 @@ class MovingStoreClient:
         return value
 
     def find(self, key: str) -> bytes:
-        """Return a key's value, or b"" if the current store does not have it."""
+        """Return the value of a key, or b"" if the current store does not have the key."""
         value: bytes = self._repeated(lambda store: store.get(key) if store.check([key]) else b"")
         return value
 

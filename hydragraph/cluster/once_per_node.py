@@ -1,8 +1,8 @@
 """Results that one rank of each machine computes for the machine's other ranks, such as a captured model.
 
-The highest of a machine's ranks with equal inputs computes the result, because rank 0 may plan meanwhile. The highest
-rank writes a file in a private folder, and sends the file's path and hash. A rank that cannot read the file computes
-its own result.
+Among a machine's ranks with equal inputs, the highest-numbered rank computes the result, because rank 0 may plan
+meanwhile. It writes a file in a private folder, and sends the file's path and hash. A rank that cannot read the file
+computes its own result.
 """
 
 from __future__ import annotations

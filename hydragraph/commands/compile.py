@@ -100,7 +100,7 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
     """Return vocabulary size and end-of-text id, and print a note if they are guesses."""
     from hydragraph.train.data import known_vocabulary
 
-    with suppress(ValueError, OSError):  # the data may be on another machine
+    with suppress(ValueError, OSError):  # the data may be missing here, because training runs on another machine
         data_vocabulary = known_vocabulary(config)
         if data_vocabulary is not None:
             return data_vocabulary
@@ -195,7 +195,7 @@ def compile_quietly(
 
 @contextmanager
 def _threads_of_a_rank(ranks: int) -> Iterator[None]:
-    """Use a rank's number of threads, on which Inductor's CPU code depends."""
+    """Use as many threads as a rank, because Inductor's CPU code depends on this number."""
     import torch
 
     from hydragraph.cluster.processes.compute_threads import threads_of

@@ -24,7 +24,7 @@ from hydragraph.private.absent_gpu import BuiltKernel
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-_KEPT = 1 << 20  # maximum cached variants; an evicted variant would be counted twice
+_KEPT = 1 << 20  # maximum number of cached variants; a variant that is evicted would be counted twice
 _TOKENS = 1024  # saved bytes are measured with 1,024 and 2,048 tokens
 
 Tell = Callable[[str], None]
@@ -36,7 +36,7 @@ class VariantRecord:
 
     Attributes:
         name: stem of the files `graphs/{name}.forward.py` and `.backward.py`.
-        indices: positions, within the stage, of the ranks that run the variant.
+        indices: positions within the stage of the ranks that run the variant.
         saved_bytes_per_token: bytes of saved values per token, excluding inputs and the output.
     """
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hydragraph.train.starter_config import InspectedPaths
 
 SUFFIXES = (".yaml", ".yml")
-_LARGEST = 100_000  # bytes of a config without YAML suffix
+_LARGEST = 100_000  # maximum bytes of a config whose name has no YAML suffix
 _STREAMS = (Path("/dev"), Path("/dev/fd"))
 
 

@@ -60,7 +60,7 @@ def running_s(pid: int) -> float:
     try:
         ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # since boot
         return float(Path("/proc/uptime").read_text().split()[0]) - int(ticks) / os.sysconf("SC_CLK_TCK") + 1.0
-    except OSError:  # not Linux; ps prints [[days-]hours:]mm:ss
+    except OSError:  # on systems other than Linux, ps prints [[days-]hours:]mm:ss
         said = subprocess.run(["ps", "-o", "etime=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
         days, _, clock = said.strip().rpartition("-")
         seconds = sum(int(part) * 60**i for i, part in enumerate(reversed(clock.split(":"))))

@@ -43,7 +43,7 @@ def argument(help: str, default: Any = MISSING, **settings: Any) -> Any:
 
 flag = partial(option, default=False)
 set_option = partial(option, "Replace a field of the config: section.field=value.", "--set")
-strategies_option = partial(option, "Strategy to use instead of the config's: a text or a YAML file.", "--strategy")
+strategies_option = partial(option, "Strategy to use instead of the config's, as text or a YAML file.", "--strategy")
 cluster_option = partial(option, "YAML file of the devices and links, with one device per rank.")
 devices_option = partial(
     option,

@@ -49,7 +49,7 @@ def compiled_from_both_ends(asked: PlanOptions) -> Iterator[None]:
     nowhere = subprocess.DEVNULL
     with start_module(__name__, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, bufsize=0) as helper:
         assert helper.stdin is not None
-        with suppress(BrokenPipeError):  # without the helper, this process compiles all graphs
+        with suppress(BrokenPipeError):  # without a helper process, this process compiles all graphs
             helper.stdin.write(pickle.dumps(asked))
         try:
             yield
@@ -105,7 +105,7 @@ def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Cos
     say("capturing the model")
     _, program, variants = captured(config)
     if measured is None:
-        # A tensor-parallel group stays within a node.
+        # A tensor-parallel group never spans nodes.
         most = max(cluster.node(device.node).devices for device in cluster.devices)
         measured = datasheet(program, cluster, asked.efficiency, range(1, most + 1))
     elif len(measured.blocks) != len(program.blocks):
@@ -225,7 +225,7 @@ def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
 
 
 def _end_with_command() -> None:
-    sys.stdin.buffer.read()  # until the command closes the pipe or is killed
+    sys.stdin.buffer.read()  # wait until the command closes the pipe or is killed
     os._exit(1)
 
 

@@ -26,7 +26,7 @@ from hydragraph.train.config import TrainConfig
 if TYPE_CHECKING:
     from hydragraph.spec.training_workload import Workload
 
-TOKENS = 100_000  # default tokens per mini-batch
+TOKENS = 100_000  # default number of tokens per mini-batch
 METHODS = "auto|mixed|straggler|search|metis"
 
 
@@ -68,7 +68,7 @@ class UnevenOptions(CommonOptions):
         metavar=METHODS,
     )
     running: str | None = option(
-        "The strategy that runs now, a text or a YAML file. Among plans that are nearly as fast as the best, "
+        "The strategy that runs now, as text or a YAML file. Among plans that are nearly as fast as the best, "
         "the one that moves the least state is chosen."
     )
     home: str | None = option(

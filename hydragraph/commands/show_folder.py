@@ -24,7 +24,7 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
 WIDTH = 100  # printed columns
-ROWS = 24  # maximum printed rows of a list
+ROWS = 24  # maximum number of printed rows of a list
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ShownFolder:
         return HomeLayouts(Home.parse(self.summary.home), self.summary.ranks)
 
     def chosen(self, texts: Sequence[str]) -> tuple[ShownStrategy, ...]:
-        """Return the strategies named by `texts` (text, fingerprint, folder or number), or all if `texts` is empty.
+        """Return the strategies that `texts` name by text, fingerprint, folder or number; by default, return all.
 
         Raises:
             ValueError: the folder has no such strategy.

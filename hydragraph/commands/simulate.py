@@ -189,7 +189,7 @@ def simulated(inputs: StepInputs, strategies: Sequence[Strategy], costs: Costs, 
 
 
 def _assigned(inputs: StepInputs, costs: Costs, strategy: Strategy) -> Assignment:
-    """Return equal micro-batches if their number or size is given, else micro-batches as in a run."""
+    """Return equal micro-batches if the user gave their number or size; otherwise, return micro-batches as in a run."""
     from hydragraph.commands.captured_model import run_assignment, step_lengths
     from hydragraph.report.simulation_price import share
     from hydragraph.spec.assignment import Assignment

@@ -32,7 +32,7 @@ from hydragraph.spec.elastic import Elastic
 from hydragraph.train.available_devices import RanksIfEqual, own_gpus
 from hydragraph.train.config import TrainConfig
 
-_ALL_LOST = 3  # maximum restarts of an elastic run after it lost all ranks, or a rank before the first step
+_ALL_LOST = 3  # how often an elastic run may restart after losing all ranks, or a rank before the first step
 
 if TYPE_CHECKING:
     from hydragraph.cluster.supervision.coordinator import RunMachines
@@ -169,7 +169,9 @@ def surviving(config: TrainConfig, store: str | None = None) -> TrainConfig:
         return config
     starts = config.measures
     if launched():
-        alone = os.environ.get("LOCAL_WORLD_SIZE", "1" if store else "") == "1"  # one process per machine
+        alone = (
+            os.environ.get("LOCAL_WORLD_SIZE", "1" if store else "") == "1"
+        )  # the launcher starts one process per machine
         more = config.ranks > int(os.environ["WORLD_SIZE"])
         starts = alone and (config.measures or more) and (store is not None or "MASTER_ADDR" in os.environ)
     return replace(config, elastic=replace(keys, min_ranks=1)) if starts else config
@@ -218,7 +220,7 @@ def _train(
     step = options.step
     restarts = options.max_restarts
     if nodes is not None and nodes.handed is not None:
-        begin, step = folder.again(begin, before, step)  # how to start again if no rank is left
+        begin, step = folder.again(begin, before, step)  # remedy that is printed if no rank is left
     elif restarts and (earlier := restarts_by_torchrun()) is not None and earlier <= restarts:
         before = first_seen(before)
         begin, step = folder.again(begin, before, step)
@@ -290,7 +292,7 @@ def _electing(config: TrainConfig, nodes: RunMachines, store: str) -> RunMachine
         )
     register = register_of(store, str(Path(config.output).resolve()), nodes.number)
     address = own_address(host for host, _ in register.endpoints)
-    before = RunFolder(Path(config.output)).began  # before any leader begins
+    before = RunFolder(Path(config.output)).began  # must be read before any leader begins a run
     return replace(nodes, address=address, election=Election(register, nodes.number, before))
 
 
@@ -346,7 +348,7 @@ def _print_events(outcome: RunOutcome) -> None:
     every = read_events(outcome.folder.events)
     events = [event for event in every if event.event != "saved"]
     if all(event.event == "resumed" and not event.lost_steps for event in events):
-        return  # the run was only resumed
+        return  # the run resumed but trained no step
     headings = ("step", "event", "ranks", "why")
     table = new_table("Lost, slow and new ranks", headings, left=headings)
     for event in events:

@@ -166,7 +166,7 @@ def compile(
 
     Args:
         model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device (weights
-            from `load` or its initializer). Steps do not change it: `Executable.full_state_dict` has trained weights.
+            come from `load` or the initializer). Steps do not change it: `Executable.full_state_dict` has the result.
         strategy: a Strategy, its text ("<tp2,pp1> + <tp1,pp1>"), a list to choose from at each step, or "auto" to plan.
         optimizer: function that makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order, or
             None for no training. Each tensor is a parameter's shard, or empty; do not edit its `.data`.
@@ -175,7 +175,7 @@ def compile(
         device: this rank's device; by default a GPU if available.
         loss: function that maps the model's outputs and the packed batch to the loss, summed over targets.
         profile: measured `Profile`, `Costs`, or a `Cluster` with datasheets. If None, strategy "auto" measures costs.
-        lengths, policy: sequence lengths of sample mini-batches, and settings, for planning.
+        lengths, policy: sequence lengths of sample mini-batches, and settings of the planner.
         backend: "inductor" or "eager"; None chooses Inductor on CUDA and eager elsewhere.
         program: result of `capture` for an equal model; it replaces `example` and, by default, `loss`.
         example, blocks, check: see `capture`; each strategy is also checked before its first step.
@@ -311,7 +311,7 @@ def _given(
         _on_all(world, partial(_check_program, program, folder, source))
         return program, None, None
     assert folder is not None, "compile has a program or a folder"
-    ranks = None if apart_now or here() is not None else world.ranks  # elastic runs change their number of ranks
+    ranks = None if apart_now or here() is not None else world.ranks  # an elastic run may change its number of ranks
     library = _on_all(world, partial(source.loaded, folder, ranks, trust))
     if not library.checked(mode_of(source.check)):
         check_on_hosts(source.subject(library.program), source.check, world)
@@ -440,7 +440,8 @@ class RankPrograms(Sequence[RankProgram]):
 
         Args:
             cluster: Costs, or a Cluster, whose costs are estimated from datasheets.
-            tokens: tokens in each micro-batch (one sequence): one number for all pipelines, or one per pipeline.
+            tokens: number of tokens in each micro-batch, which is one sequence; either one number for all pipelines or
+                one per pipeline.
             efficiency: fraction of the datasheet's FLOP/s that computation reaches; None uses the roofline model of
                 `cost.datasheet`.
             home: owners of the state, as for `compile`; ignored for Costs, which include owners.

@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-# (repetitions, number of token counts) of a first and a second measurement.
+# Repetitions, and number of measured token counts, in the first and in the second measurement.
 ATTEMPTS = ((3, 4), (8, 6))
 # Minimum tokens of the longest measured micro-batch, so that attention affects its time.
 LEAST_TOKENS = 1024
@@ -63,7 +63,7 @@ BLOCK_S = 1.0
 FULL = 0.85
 # If rank 0's CPU is slower than the fastest CPU by this factor, the rank with the fastest CPU plans.
 SLOW = 0.8
-# (sequences per rank, tokens per sequence) assumed without `lengths`.
+# If `lengths` is not given, the sequences per rank and tokens per sequence that are assumed.
 ASSUMED = (4, 512)
 
 
@@ -178,7 +178,7 @@ def _check_models(subject: PlanningSubject, found: DiscoveredCluster, groups: Gr
 def planning_rank(reports: Sequence[DeviceReport]) -> int:
     """Return the rank that plans: rank 0, or the fastest if rank 0 has a slow CPU."""
     if not all(report.threads for report in reports):
-        return 0  # a GPU's speed does not describe its machine's CPU
+        return 0  # the speed of a GPU says little about the CPU of the same machine
     speeds = [report.flops_per_s / report.threads for report in reports]
     fastest = max(range(len(speeds)), key=speeds.__getitem__)
     return fastest if speeds[0] < SLOW * speeds[fastest] else 0
@@ -266,7 +266,7 @@ def state_bytes_of(program: Program, optimizer: OptimizerFactory | None) -> int:
 
 
 def _of_first(groups: Groups, value: T) -> T:
-    """Return rank 0's value on all ranks, because each rank may round a fitted value differently."""
+    """Return rank 0's value on all ranks, because ranks may round a fitted value differently."""
     first: list[T | None] = groups.gather(value if groups.world.rank == 0 else None)
     return cast("T", first[0])
 
@@ -284,7 +284,7 @@ def _degrees(program: Program, most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Cache keys of a rank's profile: one for all ranks with its device type, one for this rank."""
+    """Two cache keys of a rank's profile: one shared by all ranks with the same device type, one for this rank only."""
 
     shared: str
     own: str

@@ -33,10 +33,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class PreparedStrategies:
-    """Graphs and checks prepared for all ranks of a machine.
+    """Compiled graphs and check results, prepared for all ranks of a machine.
 
     Attributes:
-        refused: reason why strategies cannot run, or "".
+        refused: reason why the strategies cannot run, or "" if they can.
     """
 
     variants: Variants | None
@@ -126,7 +126,7 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
         "hydragraph.engine.background_compile",
         str(folder),
         environment={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-        paths=sys.path,  # to find the model's code
+        paths=sys.path,  # the process must be able to import the model's code
         stdin=subprocess.PIPE,  # the process ends when this pipe closes
         stdout=subprocess.DEVNULL,
     )

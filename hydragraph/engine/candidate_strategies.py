@@ -139,7 +139,7 @@ def _question(
     if isinstance(costs, Profile):
         measured = costs.blocks and costs.device is not None and len(set(nodes)) == 1
         costs = Costs(costs, costs.cluster(len(nodes))) if measured else None
-    if home.copies > 1 and len(set(nodes)) > 1:  # on one host, each rank counts as a node
+    if home.copies > 1 and len(set(nodes)) > 1:  # if there is only one host, each rank counts as a node
         home = replace(home, nodes=home.nodes or tuple(nodes))
     if costs is None:
         return _unmeasured(program, strategies, home, nodes)
@@ -223,7 +223,7 @@ def planned_for(
 def at_once_among(
     world: World, program: Program, costs: Costs, batches: Sequence[Sequence[int]], running: Sequence[Strategy]
 ) -> Strategy | None:
-    """Search quickly, while all ranks wait, for a good strategy on devices that differ; return None if there is none.
+    """Quickly find a good strategy for unequal devices while all ranks wait; return None if no strategy fits.
 
     Args:
         running: earlier strategies, beginning with strategies of the current ranks.

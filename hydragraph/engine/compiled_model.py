@@ -209,7 +209,7 @@ def of_least_cut(
 ) -> tuple[Strategy, ...]:
     """Return strategies whose stages all have the same tensor-parallel degree and sequence parallelism.
 
-    The degree is the smallest for which a strategy exists, so that fewer ranks can run the strategies.
+    The strategies have the smallest tensor-parallel degree that works, so that fewer ranks are needed to run them.
     """
     measured = profile.profile if isinstance(profile, Costs) else profile
     refused: Unsupported | None = None

@@ -170,7 +170,7 @@ class Executable(Membership):
         return first.profile, first.cluster, self.measured_seats, self.planning.lengths
 
     def adopt(self, measured: Measurements | None) -> None:
-        """Use other ranks' measurements, unless this rank has costs."""
+        """Use the measurements of other ranks if this rank has no costs."""
         if self._first_profile is None and measured is not None:
             profile, cluster, self.measured_seats, lengths = measured
             self._measures = True
@@ -179,7 +179,7 @@ class Executable(Membership):
             self.planning = replace(self.planning, lengths=self.planning.lengths or lengths)
 
     def measure(self, world: World, seats: Sequence[int]) -> None:
-        """Measure all devices after all measurements were lost; all ranks must call this."""
+        """Measure all devices again because no rank has measurements any more; all ranks must call this."""
         planning = plan_automatically(self._subject, world, self.planning, preplanned=False)
         self._first_profile, self.measured_seats, self._measures = planning.profile, tuple(seats), True
         self.planning = replace(self.planning, lengths=planning.lengths)
@@ -230,7 +230,7 @@ class Executable(Membership):
         self, sequences: Batches, entropy: Literal[True], strategy: Strategy | str | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
-    @collective("score")  # the decorator's call takes self by position only
+    @collective("score")  # the decorated method accepts `self` only by position
     def score(
         self, sequences: Batches, entropy: bool = False, strategy: Strategy | str | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:

@@ -33,8 +33,8 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
-PROBED_EVERY = 4  # steps between speed probes
-RECENT = 4  # most strategies in `_recent`
+PROBED_EVERY = 4  # steps between measurements of a device's speed
+RECENT = 4  # maximum number of strategies in `_recent`
 
 _Running = tuple[Strategy, tuple[int, ...], Purpose]  # integers: micro-batch counts
 
@@ -67,7 +67,7 @@ class IterationRunner(CollectiveCalls):
         self._ran: dict[int, _Running] = {}  # the last two iterations, by number
         self._recent: tuple[Strategy, ...] = ()
         self._lasted: float | None = None  # duration of the last step in seconds
-        self._prepared: set[tuple[Strategy, Purpose]] = set()  # prepared on every rank
+        self._prepared: set[tuple[Strategy, Purpose]] = set()  # strategies whose programs every rank has prepared
 
     @property
     def _session(self) -> Session:
@@ -141,7 +141,7 @@ class IterationRunner(CollectiveCalls):
                 outcome = session.execute(work, purpose, batch, inputs.divide_by, self._update, spans, says)
             finally:
                 session.executor.beside = None
-            self._transition.go_over()  # switch owners even without an update
+            self._transition.go_over()  # new owners take over even if the step made no update
             if not outcome.alike:
                 raise_together(self._session.groups, refused, refused)
                 self._refuse_other_settings(purpose)

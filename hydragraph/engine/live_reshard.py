@@ -19,7 +19,7 @@ from hydragraph.engine.session import Session
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.state_movement import OwnedState, Route, StateTransfer, agreed_columns
 
-CHUNK = 16 << 20  # bytes packed at a time, to limit how long an instruction waits
+CHUNK = 16 << 20  # bytes packed at a time; instructions wait while a chunk is packed, so chunks are small
 
 _GRADIENT = "gradient"
 _WHAT = "rehome"
@@ -27,7 +27,7 @@ _WHAT = "rehome"
 
 @dataclass(eq=False)
 class LiveReshard:
-    """State moving to other owners.
+    """State that is being moved to other owners.
 
     Attributes:
         whole: whether the new owners have everything that an update needs.

@@ -30,7 +30,7 @@ class PlanService:
         self._request = request
         self._ahead = ahead
         self._jobs: queue.Queue[Lengths | None] = queue.Queue()
-        self._plans: dict[Lengths, PlanAnswer | None] = {}  # None: not planned yet
+        self._plans: dict[Lengths, PlanAnswer | None] = {}  # None means that the plan is not ready
         self._changed = threading.Condition()
         self._workers: list[Worker | None] = [None] * workers
         self._number = 0  # the request's version

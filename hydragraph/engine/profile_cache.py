@@ -17,8 +17,8 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.frontend import user_cache
 from hydragraph.runtime.device_reports import ALIKE, DeviceReport
 
-# Minimum ratio of the slower to the faster of a device's stored and current speeds. A CPU may be half as fast in
-# another run.
+# Minimum ratio between a device's stored and current speeds, the slower divided by the faster. A CPU may be half as
+# fast in another run.
 UNCHANGED = 0.5
 
 _LOG = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
     """Return a digest of everything that a profile depends on, except the device's speed.
 
     Args:
-        together: largest number of ranks with this device type on one node, where ranks share cores.
+        together: largest number of ranks with this device type on one node; these ranks share the node's cores.
         others: the model, dtype, backend and settings, with a stable `repr`.
     """
     memory = round(report.memory_bytes / 1e9, 1)
@@ -53,7 +53,7 @@ class CachedProfile:
 
 
 def recall_profile(key: str, report: DeviceReport, type_: str | None = None) -> CachedProfile | None:
-    """Return the stored profile measured at the speed closest to the device's, if within a factor of `UNCHANGED`."""
+    """Return the stored profile whose speed is closest to the device's, if their ratio is at least `UNCHANGED`."""
     best: tuple[float, float, Path] | None = None
     for path in folder().glob(f"{key}-*.json"):
         try:

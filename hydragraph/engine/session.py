@@ -42,7 +42,7 @@ from hydragraph.spec.home_text import owners_text
 
 _LOG = logging.getLogger(__name__)
 
-TIMEOUT = timedelta(minutes=30)  # time limit of a communication
+TIMEOUT = timedelta(minutes=30)  # time limit for each communication
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ class Session:
 
     @property
     def settings(self) -> str:
-        """Settings of the next update, as text that is equal on all ranks."""
+        """Text that describes the settings of the next update; it must be equal on all ranks."""
         return settings_of(self.optimizer, self.optimized)
 
     def compare(self, digest: int, stopping: int) -> RanksCompared:
@@ -204,7 +204,8 @@ class Session:
             for parameter in parameters if world.rank in to else ():
                 at = bucket.offsets()[parameter.name]
                 natural = parameter.natural(full[at : at + parameter.size]).detach()
-                tensors[parameter.name] = natural.clone(memory_format=torch.contiguous_format)  # `full` may be `shard`
+                # `full` may share memory with `shard`, which must not be modified.
+                tensors[parameter.name] = natural.clone(memory_format=torch.contiguous_format)
             yield tensors
 
     def update(self, norm: float) -> None:
@@ -262,7 +263,8 @@ def _optimizer(
         sent.__cause__ = refused
     raise_together(groups, sent, sent)
     names = {id(parameter): name for name, parameter in state.named()}
-    missing = groups.gather(left_out(optimizer, names))  # a factory may leave out shards without elements
+    # The function that makes the optimizer may leave out empty shards.
+    missing = groups.gather(left_out(optimizer, names))
     optimized = names if all(left == missing[0] for left in missing) else None
     groups.same_everywhere("optimizer and its settings", settings_of(optimizer, optimized))
     return optimizer, optimized

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from hydragraph.spec.strategy import Strategy
 
-LOSS_TOLERANCE = 1e-5  # relative to the loss
-GRADIENT_TOLERANCE = 1e-5  # relative to the norm of a parameter's gradient
-GLOBAL_TOLERANCE = 1e-7  # relative to the norm of all gradients; exact gradients of key biases, for example, are 0
+LOSS_TOLERANCE = 1e-5  # allowed error of the loss, relative to the loss
+GRADIENT_TOLERANCE = 1e-5  # allowed error of a gradient, relative to the gradient's norm
+# Additional error, relative to the norm of all gradients, because some exact gradients (of key biases) are 0.
+GLOBAL_TOLERANCE = 1e-7
 
 Sequences = Sequence[Tensor | Mapping[str, Tensor]]
 # Maps a sequence's index in the mini-batch (-1 for no dropout) and length to a context that applies dropout masks.
@@ -143,7 +144,7 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
 def verify(
     executor: Verifiable, strategies: Sequence[Strategy], sequences: Sequences, expected: Reference | None
 ) -> list[ParityRow]:
-    """Compare strategies with one device; return a row per strategy, or [] without a reference. All ranks call this."""
+    """Compare strategies with one device; return a row per strategy, or [] without `expected`. All ranks call this."""
     rows = []
     for strategy in strategies:
         loss = executor.evaluate(sequences, strategy).loss

@@ -29,7 +29,7 @@ from hydragraph.runtime.state_movement import CHUNK, OwnedState, Route, agreed_c
 
 _WHAT = "move"
 
-# A directory written by `Executable.save`, pieces written by `Executable.keep`, or both, to read the newer checkpoint.
+# A directory written by `Executable.save`, pieces written by `Executable.keep`, or both; the newer checkpoint is read.
 Restore = str | Path | Pieces | tuple[Pieces, str | Path]
 
 
@@ -97,7 +97,7 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
         save_and_load.BUFFERS: dict(buffers),
         save_and_load.MODEL: (save_and_load.shapes_of(session.home), kind_of(session.optimizer)),
     }
-    entry = partial(encoded, "extra", deepcopy(common))  # training changes the originals
+    entry = partial(encoded, "extra", deepcopy(common))  # these are copies, because training changes the originals
     busy_anywhere = frozenset[StorageTier]().union(*busy)
     pieces.put(
         StoredCheckpoint(step, series),
@@ -200,7 +200,7 @@ def read(session: Session, restore: Restore, buffers: Mapping[str, Tensor]) -> L
         kind = kind_of(session.optimizer)
         recovery = Recovery(pieces, session.program.buckets, session.home, groups, CHUNK, least, buffers, kind)
         recovered = recovery.run()
-        pieces.last = None  # pieces written later belong to another series
+        pieces.last = None  # checkpoints written later do not continue the series of these pieces
         if recovered is not None:
             return _taken(session, recovered)
     assert path is not None, "a recovery returns None only if a path is given"

@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 class StateTransition:
     def __init__(self, start: Callable[[], Iterable[Mapping[str, Tensor]]] | None) -> None:
-        """Start without a session; call `start` for initial weights unless weights are loaded first."""
+        """Begin without a session; `start` provides the initial weights if no weights are loaded."""
         self.held: Session | None = None
         self.reshard: LiveReshard | None = None
         self.generation = 0
@@ -34,7 +34,7 @@ class StateTransition:
         self._arriving: Session | None = None
         self._whole = False
         self._ahead = 0  # generation of the arriving session
-        self._called: tuple[int, ...] = ()  # this process's rank numbers since the last switch
+        self._called: tuple[int, ...] = ()  # rank numbers that this process has had since the last switch
 
     @property
     def session(self) -> Session:
@@ -58,7 +58,7 @@ class StateTransition:
         self._start = None
 
     def standing(self, rank: int) -> RankStates | None:
-        """Return the states that this process offers as rank `rank`, or None without a session."""
+        """Return the states that this process can provide as rank `rank`, or None if the process has no session."""
         before, self._called = self._called, (*self._called, rank)
         if self.held is None:
             return None

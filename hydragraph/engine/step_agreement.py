@@ -21,7 +21,7 @@ class StepCall:
     Attributes:
         batch: mini-batch, or None if the call is rejected.
         strategy: requested strategy, or None if the call requests none or is rejected.
-        mark: digest of the call, or of the error that rejects it.
+        mark: digest of the call or, if the call is rejected, of the error.
     """
 
     batch: MiniBatch | None

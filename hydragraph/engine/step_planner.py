@@ -1,4 +1,4 @@
-"""Plan of one iteration, made ahead of time, on demand, or by a quick heuristic."""
+"""Plan of one iteration, which is made ahead of time, on demand, or by a quick heuristic."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class IterationPlanner:
                 self._latest = key, plan
             return plan
         if self._service is not None:
-            self._service.take(key, 0.0)  # makes room in the queue
+            self._service.take(key, 0.0)  # free this mini-batch's place in the queue
         return replace(self._latest[1], hidden_s=0.0)
 
     def _anew(self, key: tuple[int, ...], began: float) -> IterationPlan:
-        # If a static candidate is set, planning processes know only it.
+        # If there is a static candidate, planning processes plan only for this candidate.
         if not self._static_takes(key):
             if self._service is not None:
-                self._service.take(key, 0.0)  # discards a plan announced before `change`
+                self._service.take(key, 0.0)  # discard a plan that was requested before `change`
             return self._planned(answer(self._request, key), began, None)
         if self._service is None or not self._service.submit(key):
             return self._planned(answer(self._chosen, key), began, self.static)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, fx
 
-# Placeholder name -> batch field. Added placeholders follow a block's arguments, in this order.
+# Maps a placeholder's name to a batch field. Added placeholders come after a block's own arguments, in this order.
 ADDED = {"added_positions": "position_ids", "added_bounds": "cu_seqlens", "added_longest": "max_length"}
 
 

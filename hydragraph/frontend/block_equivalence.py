@@ -21,7 +21,7 @@ from hydragraph.frontend.untraceable import refuse_own_backward, watched
 from hydragraph.private.argument_trees import TorchDispatchMode, tree_flatten, tree_unflatten
 from hydragraph.private.tracing import meta_as_cpu, symbol_name
 
-_LARGEST = 1 << 20  # elements; larger constant tensors are not compared
+_LARGEST = 1 << 20  # maximum number of elements; larger constant tensors are not compared
 
 
 def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
@@ -75,9 +75,10 @@ def refuse_state_around(
                         result = module(batch)
                     notes.append(noted.all(result))
                 replaced = [name for name, tensor in _tensors_of(module).items() if before.get(name) is not tensor]
-        except Unsupported:  # the trace that follows raises it, too
+        except Unsupported:  # the later trace raises the same error
             return
-        except Exception:  # `opaque` failed, or the model did, which also ends the trace that follows
+        # `opaque` or the model failed; a failure of the model recurs in the trace.
+        except Exception:
             continue
         if replaced:
             raise changes(replaced[0].removeprefix("model."), where)
@@ -181,7 +182,7 @@ class _Notes(TorchDispatchMode):
         super().__init__()
         self._detaches = detaches
         self.lines: list[str] = []
-        self.unknown = False  # whether a tensor has neither a known origin nor comparable values
+        self.unknown = False  # whether some tensor has an unknown origin and values that cannot be compared
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []  # references prevent the reuse of ids
         self._numbered = 0

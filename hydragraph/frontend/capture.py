@@ -248,7 +248,7 @@ class _Skeleton:
 
 
 def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool = False) -> _Pieces:
-    """Split a model, except its blocks, into templates.
+    """Split the parts of a model outside its blocks into templates.
 
     Args:
         added: whether the `ADDED` fields are appended to each block's inputs.
@@ -291,7 +291,7 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
 
     def piece(results: Sequence[fx.Node], renamed: Mapping[fx.Node, str], where: str) -> Template:
         part = extract(skeleton.graph, results, renamed)
-        if not renamed:  # except in the head, where a loss may count tokens
+        if not renamed:  # in the head, a loss may use the number of tokens
             given = (n for n in placeholders_of(part) if inputs.get(n.name) == "position_ids")
             use_position_ids(part.graph, tokens, next(given, None))
         return template_of(part, (parameters, buffers, inputs), where)

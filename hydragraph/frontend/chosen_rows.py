@@ -52,7 +52,7 @@ class _Selection:
 
     Attributes:
         mask: the mask, permuted so that the token dimension comes first.
-        dims: index in the original mask of each dimension of `mask`.
+        dims: for each dimension of `mask`, the index of this dimension in the original mask.
     """
 
     mask: fx.Node
@@ -98,7 +98,7 @@ class _Rewriting:
         self._graph = graph.graph
         self._mode = fake_mode_of([value_of(n) for n in self._graph.nodes])
         self._selections: dict[fx.Node, _Selection] = {}  # by mask
-        self._lists: dict[fx.Node, _Selection] = {}  # all positions that a mask selects
+        self._lists: dict[fx.Node, _Selection] = {}  # tuples with all positions that a mask selects
         self._indices: dict[fx.Node, tuple[_Selection, int]] = {}  # selected positions along one dimension
         self._rows: dict[fx.Node, _Selection] = {}  # values with one row per selected position
 

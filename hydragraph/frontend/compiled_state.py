@@ -56,7 +56,8 @@ _REMEDY = (
 _PLAIN: tuple[type, ...] = (*PLAIN, range, slice, enum.Enum)
 _NUMBERS = (numbers.Number, np.generic, bytearray, array.array)
 _MISSING = object()
-_WHOLE, _SAMPLED = 1 << 14, 1 << 9  # bytes of a tensor: maximum to compare entirely, size of a sample
+# Maximum bytes of a tensor that is compared completely; bytes of the sample from a larger tensor.
+_WHOLE, _SAMPLED = 1 << 14, 1 << 9
 # Attributes that do not affect graphs.
 _NOTES = frozenset({"_is_hf_initialized", "gradient_checkpointing", "generation_config", "warnings_issued"}) | {
     *("name_or_path", "architectures", "transformers_version", "dtype", "loss_type"),
@@ -75,7 +76,7 @@ class _Names:
         plain: values that are compared directly.
         others: values of other types, converted by `_frozen`.
         known: all names, or None to ignore added names.
-        kind: class of the owner; names added later matter only if this class mentions them.
+        kind: class of the owner; attributes added later are ignored unless this class mentions their names.
     """
 
     where: str

@@ -26,7 +26,7 @@ from hydragraph.passes.graph_node import ATTENDING, DRAWN, attention_dropout, dr
 
 aten = torch.ops.aten
 
-_CALL = 11  # index of the call number in the arguments of `attention_dropout`
+_CALL = 11  # position of the argument of `attention_dropout` that contains the call number
 INPUTS = {name: name for name in (DROPOUT_KEYS, DROPOUT_BLOCK)}
 
 

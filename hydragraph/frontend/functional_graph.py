@@ -27,8 +27,8 @@ from hydragraph.private.tracing import decided, meta_as_cpu, quiet, writes
 
 aten = torch.ops.aten
 
-_TWO_DEVICES = ("device", "meta", "cpu")  # words in PyTorch's message about tensors on different devices
-# Substring of a PyTorch message -> cause in the model's code, and a remedy.
+_TWO_DEVICES = ("device", "meta", "cpu")  # words that occur in PyTorch's message about tensors on different devices
+# For each part of a PyTorch message: the cause in the model's code, and a remedy.
 _KNOWN: Mapping[str, tuple[str, str]] = {
     "leaf Variable that requires grad": (
         "forward writes in place into its arguments, or into a parameter",
@@ -59,10 +59,10 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
         "read parameters directly or with .detach(), pass tensors as arguments, and replace torch.func with operators",
     ),
 }
-_NAMED = 4  # maximum attributes in an error
+_NAMED = 4  # maximum number of attributes that an error lists
 # Folders of PyTorch and hydragraph.
 _NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_LONGEST = 80  # characters of a code line in an error
+_LONGEST = 80  # maximum number of characters that an error quotes from a line of code
 
 
 def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ...], where: str) -> ExportedProgram:

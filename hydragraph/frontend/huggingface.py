@@ -68,7 +68,7 @@ def attention(
     widest = max(query.shape[-1], value.shape[-1])
     size = value.shape[-1]
     q, k, v = (_packed(x, widest) for x in (query, key, value))
-    if attention_mask is not None:  # the mask determines the window; the option `sliding_window` only repeats it
+    if attention_mask is not None:  # the option `sliding_window` only repeats the window that the mask determines
         limits |= {"window": attention_mask.window, "chunk": attention_mask.chunk}
     if dropout:
         if any(limit is not None for limit in limits.values()):
@@ -141,7 +141,7 @@ def is_library_class(model: nn.Module) -> bool:
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Make the layers of a meta copy call `attention`, and hold their rotary frequencies constant."""
+    """Make the layers of a meta copy call `attention`, and keep their rotary frequencies constant."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

@@ -30,7 +30,7 @@ class LibraryCode:
     def __init__(self, model: nn.Module) -> None:
         self.patches: list[tuple[str, Any]] = []
         self.values: set[tuple[str, str]] = set()
-        self._seen: dict[int, Any] = {}  # by id; references prevent the reuse of ids
+        self._seen: dict[int, Any] = {}  # visited objects by id; keeping references prevents the reuse of ids
         self._pending: list[tuple[str, Any]] = []
         packages = [sys.modules[name].__file__ for name in _LIBRARIES if name in sys.modules]
         self._folders = tuple(f"{Path(file).parent}/" for file in packages if file is not None)
@@ -80,7 +80,7 @@ class LibraryCode:
                 self._pending += [(f"{_name(kind)}.{n}", vars(kind)[n]) for n in names & vars(kind).keys()]
 
     def _is_of_library(self, module: str | None, file: str | None) -> bool:
-        if file is None or file.startswith("<"):  # C code, or generated code, such as a dataclass's
+        if file is None or file.startswith("<"):  # code written in C, or generated code, such as that of a dataclass
             return (module or "").partition(".")[0] in {*_LIBRARIES, *sys.stdlib_module_names, "builtins"}
         stdlib = file.startswith(_STDLIB) and "site-packages" not in file
         return stdlib or file.startswith(self._folders)

@@ -13,7 +13,8 @@ from hydragraph.errors import Unsupported
 from hydragraph.private.tracing import constant_of
 
 _PLAIN = frozenset({"causal_mask_function", "bidirectional_mask_function"})
-_PACKED = frozenset({"packed_sequence_mask_function"})  # packed attention separates sequences
+# Masks that only separate sequences are omitted, because packed attention separates them.
+_PACKED = frozenset({"packed_sequence_mask_function"})
 _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
 _WINDOWS = {"sliding_window_overlay": 0, "sliding_window_bidirectional_overlay": 1}
 DIRECTION = "choose a model whose masks and attention layers agree on the direction (is_causal)"
@@ -29,8 +30,8 @@ class MaskPlaceholder:
 
     Attributes:
         both_ways: whether queries also attend to later keys.
-        window: queries attend only to keys nearer than this many tokens.
-        chunk: queries attend only within chunks of this many tokens.
+        window: queries attend only to keys at a distance of fewer than this many tokens.
+        chunk: queries attend only to keys in the same chunk of this many tokens.
     """
 
     kind: str

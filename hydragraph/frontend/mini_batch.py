@@ -29,8 +29,8 @@ class MiniBatch:
     """Validated mini-batch.
 
     Attributes:
-        sequences: sequences, each label at the position that predicts it.
-        lengths: token counts; if any sequence has targets, sequences without targets count as 0.
+        sequences: sequences, in which each label is at the position that predicts it.
+        lengths: token counts; 0 for sequences without targets, unless no sequence has targets.
         tokens: number of targets.
     """
 

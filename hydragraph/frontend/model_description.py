@@ -16,7 +16,7 @@ from hydragraph.frontend.state_readers import MODULE_ATTRIBUTES, PLAIN, file_of
 
 _KNOWN = ("torch", "transformers")
 _HOOKS = tuple(name for name in MODULE_ATTRIBUTES if name.endswith("_hooks"))
-# Attributes not described: tensors, modules, hooks, and a method for text generation.
+# Attributes that the description omits: tensors, modules, hooks, and a method for text generation.
 _HELD = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS}
     | {"base_model_prepare_inputs_for_generation"}

@@ -29,7 +29,7 @@ from hydragraph.private.operator_schemas import PACKETS
 
 _PLAIN: tuple[type, ...] = (*PLAIN, torch.Size, range, slice, EllipsisType)
 _TENSORS = ("_parameters", "_buffers", "_modules")
-LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")  # usual names of a block's index
+LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")  # usual names of the attribute that contains a block's index
 _BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")  # attributes that do not describe a module
 # Members of a class that do not describe it, or whose description would differ between processes.
 _NOT_DESCRIBED = frozenset({"__dict__", "__weakref__", "__doc__", "_abc_impl", "__orig_bases__", "__parameters__"}) | {
@@ -37,7 +37,7 @@ _NOT_DESCRIBED = frozenset({"__dict__", "__weakref__", "__doc__", "_abc_impl", "
     *("__dataclass_fields__", "__dataclass_params__"),
 }
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE, set for classes defined in Python
-_LARGEST = 20_000  # values; a larger structure or tensor is treated as unique
+_LARGEST = 20_000  # maximum number of values; a larger structure or tensor is treated as unique
 
 
 def structure(value: object, index: bool = True, constants: bool = False) -> str:
@@ -77,10 +77,11 @@ def outline(module: nn.Module) -> str:
 
 class _Describer:
     def __init__(self, index: bool, reads: Callable[[str], bool] = lambda _: True, constants: bool = False) -> None:
-        self._reads = reads  # for attributes of the user's objects
+        self._reads = reads  # decides which attributes of the user's objects are described
         self._constants = constants
         self._left_out = () if index else LAYER_INDEX
-        self._known: dict[int, tuple[int, Any]] = {}  # id -> (number, object); the reference prevents reuse of the id
+        # Maps an id to a number and the object; the reference prevents the reuse of the id.
+        self._known: dict[int, tuple[int, Any]] = {}
 
     def text(self, value: Any) -> str:
         if isinstance(value, enum.Enum):
@@ -139,7 +140,7 @@ class _Describer:
         return {name: part for name, part in vars(value).items() if not users or self._reads(name)}
 
     def _added(self, value: Any) -> str:
-        """Describe the attributes that a container has besides its elements."""
+        """Describe the attributes of a container in addition to its elements."""
         own = self._items(getattr(value, "__dict__", None) or {})
         return f" {own}" if own else ""
 

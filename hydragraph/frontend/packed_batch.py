@@ -29,7 +29,7 @@ class DropoutNumbers:
         return DropoutNumbers(self.key, [self.numbers[i] for i in chosen])
 
 
-MINIMUM = 2  # tokens; graphs are traced for sizes of at least 2
+MINIMUM = 2  # minimum number of tokens, because graphs are traced for sizes of at least 2
 
 
 def padding(lengths: Sequence[int], multiple: int = 1, several: bool = False) -> int:
@@ -49,7 +49,8 @@ def pack(
     """Concatenate sequences into one packed batch.
 
     Args:
-        multiple: divisor of the token count after padding with a sequence without targets; at least 2 tokens result.
+        multiple: the token count is padded to a multiple of this number, and to at least 2, with a sequence without
+            targets.
         several: whether to add a padding sequence if there is only one sequence.
         unplaced: token id that gets position -1 and does not advance positions.
 

@@ -14,7 +14,7 @@ from torch import nn
 from hydragraph.errors import Unsupported
 
 _TRIED = ("LORA", "IA3")  # tested peft methods
-# Untested LoraConfig settings that change results or the location of weights.
+# Settings of LoraConfig that change results or the location of weights, and are not tested.
 _UNTRIED = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config"),
     *("monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"),

@@ -39,11 +39,11 @@ class BlockCall:
     name: str
     module: nn.Module
     spec: TreeSpec
-    leaves: list[Any]  # the flattened arguments, with None in place of each tensor
+    leaves: list[Any]  # the flattened arguments, in which None replaces each tensor
     tensors: list[int]  # positions of the tensors; the first is the hidden state
     inputs: list[Tensor] = field(repr=False)  # fake values of these tensors; the hidden state is [1, T, H]
     flat_tokens: bool  # whether the model passes the hidden state as [T, H]
-    own: Callable[..., Any] | None = field(repr=False)  # a forward set on the instance
+    own: Callable[..., Any] | None = field(repr=False)  # a `forward` that was assigned to the module object
     form: str  # expected structure of the output, as returned by a similar block
     feeds: tuple[int, ...] | None = None  # indices of this block's inputs in the node that stands for all blocks
 
@@ -274,7 +274,7 @@ def _opaque(
     def forward(*arguments: Any, **keywords: Any) -> Any:
         leaves, spec = tree_flatten((arguments, keywords))
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        tensors = sorted(positions, key=lambda i: not leaves[i].is_floating_point())  # the hidden state first
+        tensors = sorted(positions, key=lambda i: not leaves[i].is_floating_point())  # the hidden state comes first
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
         if key not in forms.of:

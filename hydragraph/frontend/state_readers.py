@@ -41,7 +41,7 @@ SEQUENCES = (
 ATOMS: frozenset[type] = frozenset({bool, int, float, complex, str, bytes, type(None)})
 PLAIN: tuple[type, ...] = (*ATOMS, torch.dtype, torch.device)
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-# Prefixes of classes whose objects change outside a model's code.
+# Prefixes of the names of classes whose objects may be changed by code outside the model.
 _LIVE = (
     *("torch.optim.", "torch._C.Generator", "threading.Event", "queue.", "multiprocessing.", "ctypes."),
     *("_thread._local", "_contextvars.ContextVar", "os._Environ"),

@@ -50,7 +50,7 @@ _FINDS = aten_operators("""
     index_select diff sub.Tensor cumsum slice.Tensor select.int narrow cat
 """)
 _OF_NEIGHBOURS = aten_operators("slice.Tensor select.int narrow cat cumsum diff repeat_interleave.Tensor")
-_SEARCHES = {aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}  # index of the searched argument
+_SEARCHES = {aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}  # position of the argument that is searched
 _QUOTIENTS = aten_operators("floor_divide floor_divide.Scalar div.Tensor_mode div.Scalar_mode")
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # represent all positions
 _WHOLE_ROW = "weights tokens by their position in the packed row; only position_ids and lengths may be weights"
@@ -98,7 +98,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     from_bounds = {n: _Bound.BOUNDS if n.name == "cu_seqlens" else _Bound.INDEX for n in bounds}
     selects = bool(bounds) or any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ()))
     totals: set[fx.Node] = set()
-    running: set[fx.Node] = set()  # prefix sums over rows, whose differences between bounds are terms
+    running: set[fx.Node] = set()  # prefix sums over rows; their differences between bounds are terms
     for node in nodes:
         if node.op == "output":
             stray = next((n for n in node.all_input_nodes if n not in totals), None)

@@ -23,7 +23,7 @@ from hydragraph.private.tracing import symbol_name, symbols_in
 
 aten = torch.ops.aten
 
-# Operators along the dimensions in the argument `dim`, by default all.
+# Operators that combine values along the dimensions in the argument `dim`, by default along all dimensions.
 _ALONG = aten_operators("""
     softmax.int _softmax log_softmax.int _log_softmax logsumexp logcumsumexp cumsum cumprod cummax
     mean.dim sum.dim_IntList prod.dim_int amax amin aminmax max.dim min.dim argmax argmin any.dim all.dim
@@ -47,13 +47,14 @@ _MOVES = MOVES | aten_operators("""
     t squeeze squeeze.dims one_hot repeat expand_as movedim.int movedim.intlist type_as mT swapaxes swapdims adjoint
     numpy_T
 """)
-# Minimum number of dimensions -> operators that keep rows of the first dimension separate.
+# Operators that keep rows of the first dimension separate, by the minimum number of dimensions for which this is true.
 _ROWS: Mapping[int, frozenset[Any]] = {
     2: aten_operators("group_norm mv"),
     3: aten_operators("instance_norm avg_pool1d adaptive_avg_pool1d conv1d conv1d.padding"),
     4: aten_operators("conv2d conv2d.padding avg_pool2d pixel_shuffle"),
 }
-_OF_TWO = aten_operators("bilinear gru_cell rnn_tanh_cell rnn_relu_cell")  # two inputs, then weights
+# These operators have two inputs, followed by weights.
+_OF_TWO = aten_operators("bilinear gru_cell rnn_tanh_cell rnn_relu_cell")
 _CONVOLUTIONS = aten_operators("conv1d conv1d.padding conv2d conv2d.padding")
 RESHAPES = VIEWS | aten_operators("view_as reshape_as")
 LOSSES = aten_operators("cross_entropy_loss nll_loss_nd multi_margin_loss")
@@ -76,7 +77,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
 
     Args:
         tokens: symbol of the token count.
-        given: number of the graph's inputs, which are its last placeholders.
+        given: number of the graph's inputs, which are the last placeholders.
     """
     rows: dict[fx.Node, TokenRows] = {}
     # Values that depend on the packing but not on single tokens.
@@ -223,7 +224,7 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
         return first not in dims or all(d != dims[first] and i not in dims for d, i in indices)
     if target is aten.slice.Tensor and str(shape(node)) == str(shape(first)):
         return bool(argument_of(node, "step") == 1)
-    if target is aten.select_scatter.default:  # the second operand has no dimension `at`
+    if target is aten.select_scatter.default:  # the second operand does not have the dimension `at`
         at = arguments[2] % ndim
         return dim != at and all(dims[n] == (dim if n is first else dim - (dim > at)) for n in with_tokens)
     if target in (aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default):
@@ -235,7 +236,7 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
     if target in (aten.constant_pad_nd.default, aten.pad.default):
         padded = {len(shape(first)) - 1 - i // 2 for i, p in enumerate(arguments[1]) if p}
         return dims[first] not in padded
-    # A lookup table of the model, indexed by tokens.
+    # A table of the model in which each token looks up a row.
     if target is aten.gather.default and first not in dims:
         return bool(arguments[1] % len(shape(first)) == dim)
     if target in (aten.view_as_complex.default, aten.view_as_real.default):

@@ -20,7 +20,7 @@ from hydragraph.private.tracing import symbol_name
 aten = torch.ops.aten
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "multi_head_attention", "encoder_layer")
-_PRODUCTS = ("matmul", "mm.", "softmax", "einsum")  # operators in hand-written attention
+_PRODUCTS = ("matmul", "mm.", "softmax", "einsum")  # operators that occur in hand-written attention
 
 
 def _remedy(operator: str) -> str:
@@ -34,7 +34,7 @@ def _remedy(operator: str) -> str:
 
 
 def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None:
-    """Raise Unsupported if a graph attends across sequences, computes over a batch, or pairs or shifts tokens.
+    """Raise Unsupported if a graph attends across sequences, computes over a whole batch, or pairs or shifts tokens.
 
     Args:
         tokens: symbol of the token count, or None to allow pairs and shifts.
@@ -60,7 +60,7 @@ def refuse_unproven(template: Template, tokens: str, where: str) -> None:
         raise Unsupported(f"{mixer[0]} {mixer[1]}", where=where, remedy=_remedy(mixer[0]))
 
 
-# operator -> argument that acts on a whole batch -> problem and remedy
+# for each operator and each argument that acts on a whole batch: the problem and the remedy
 _OPTIONS: Mapping[Any, Mapping[str, tuple[str, str]]] = {
     aten.embedding.default: {
         "scale_grad_by_freq": (

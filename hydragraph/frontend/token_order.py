@@ -63,13 +63,14 @@ class Counter(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Number of rows per key of a sort; if `ends`, index after the last row of each key."""
+    """Number of rows per key of a sort or, if `ends`, the index after the last row of each key."""
 
     sort: fx.Node
     ends: bool
 
 
-Followed = TokenRows | RowPointers | Counter | Counts | None  # result of a routing operator; None for other operators
+# Result of a routing operator, or None for other operators.
+Followed = TokenRows | RowPointers | Counter | Counts | None
 
 SAME = aten_operators("to.dtype to.dtype_layout to.device _to_copy clone detach contiguous lift_fresh_copy")
 _SORTS = aten_operators("sort sort.stable argsort argsort.stable")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-_LARGEST = 1 << 28  # maximum bytes of JSON
+_LARGEST = 1 << 28  # maximum size of a JSON file in bytes
 Built = TypeVar("Built")
 
 _LOG = logging.getLogger(__name__)

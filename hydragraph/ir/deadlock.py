@@ -16,8 +16,8 @@ class Deadlock:
     """State in which programs are stuck.
 
     Attributes:
-        at: stuck rank -> index of its waiting instruction.
-        waits: stuck rank -> ranks that it waits for.
+        at: for each stuck rank, the index of the instruction that waits.
+        waits: for each stuck rank, the ranks that it waits for.
     """
 
     at: Mapping[int, int]
@@ -51,10 +51,11 @@ class _Simulation:
     def __init__(self, programs: Sequence[RankProgram]) -> None:
         self.programs = programs
         self.at = [0] * len(programs)
-        self.sent: Counter[tuple[int, int]] = Counter()  # (from, to) -> number of messages
+        self.sent: Counter[tuple[int, int]] = Counter()  # number of messages for each pair of sender and receiver
         self.received: Counter[tuple[int, int]] = Counter()
-        self.turn: dict[tuple[int, Value], int] = {}  # (from, message) -> receives that complete the message
-        self.entered: Counter[tuple[Op, str]] = Counter()  # exchange -> ranks that have entered the exchange
+        # For each sender and message, the number of receives that complete the message.
+        self.turn: dict[tuple[int, Value], int] = {}
+        self.entered: Counter[tuple[Op, str]] = Counter()  # for each exchange, how many ranks have entered it
         self.committing: set[int] = set()
 
     def run(self) -> _Simulation:

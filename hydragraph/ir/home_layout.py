@@ -14,7 +14,7 @@ class HomeLayouts:
     """Home layouts of buckets.
 
     Args:
-        home: home whose `rule` is None and, with two copies, whose `nodes` are set (`Home.on`).
+        home: home without a `rule`; with two copies, its `nodes` must be set (`Home.on`).
 
     Raises:
         ValueError: the home is for a different number of ranks.

@@ -19,7 +19,7 @@ class Op(Enum):
     SEND = "send"
     RECEIVE = "receive"
     PUSH = "push"  # sum a bucket's gradients on first owners, which then send the sums to second owners
-    FREE = "free"  # release values, but messages only after they were sent
+    FREE = "free"  # release values; a message is released only after it was sent
     COMMIT = "commit"  # agree with all ranks whether gradients are finite
     UPDATE = "update"
 

@@ -36,8 +36,8 @@ Bools = npt.NDArray[np.bool_]
 class GradientKind(Enum):
     """How to combine the gradients of a stage's ranks."""
 
-    REPLICA = "replica"  # use any rank's gradient, because all are equal
-    PARTIAL = "partial"  # sum all ranks' gradients
+    REPLICA = "replica"  # all ranks' gradients are equal, so any one of them is used
+    PARTIAL = "partial"  # the gradients of all ranks are summed
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,14 +188,14 @@ def _twice(
     """
     first = {node: i for i, node in reversed(list(enumerate(nodes)))}
     order = sorted(range(len(nodes)), key=lambda i: first[nodes[i]])
-    exact = [Fraction(float(weights[i])) for i in order]  # a rounded sum could exceed half of the total
+    exact = [Fraction(float(weights[i])) for i in order]  # an inexact sum could exceed half of the total
     total = sum(exact)
     of_node: dict[int, Fraction] = {}
     for i, weight in zip(order, exact, strict=True):
         of_node[nodes[i]] = of_node.get(nodes[i], Fraction(0)) + weight
     # A node with more than half of the shares gets half of each copy.
     largest = max(of_node, key=lambda node: of_node[node])
-    ends = [Fraction(0)]  # ends of intervals, as fractions of the bucket
+    ends = [Fraction(0)]  # the ends of intervals, as fractions of the bucket
     for i, weight in zip(order, exact, strict=True):
         if 2 * of_node[largest] <= total:
             part = weight / total
@@ -294,5 +294,5 @@ def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: in
     hi = hi[np.roll(opens, -1)]  # the last row of each merged interval
     end = np.cumsum(hi - lo)
     at = end - (hi - lo)
-    at -= at[np.searchsorted(rank, rank)]  # the first row of each rank starts its buffer
+    at -= at[np.searchsorted(rank, rank)]  # each rank's first row starts at the beginning of the rank's buffer
     return Layout(rank, lo, hi, at, copy, partial, size)

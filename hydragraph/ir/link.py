@@ -28,7 +28,7 @@ import numpy as np
 
 from hydragraph.ir.layout import Bools, Ints, Layout
 
-_PIECE, _PIECES = 1024, 64  # minimum elements of a piece, maximum pieces of a bucket
+_PIECE, _PIECES = 1024, 64  # minimum number of elements in a piece; maximum number of pieces of a bucket
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +202,7 @@ class _Pairs:
 
 
 def _ragged(counts: Ints) -> tuple[Ints, Ints]:
-    """Return groups and indices within groups: counts [2, 0, 3] yield [0, 0, 2, 2, 2] and [0, 1, 0, 1, 2]."""
+    """Return each item's group and index in the group: counts [2, 0, 3] yield [0, 0, 2, 2, 2] and [0, 1, 0, 1, 2]."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
 
@@ -289,4 +289,5 @@ def _slices(pairs: _Pairs, kept: Bools, rank: int | None) -> Slices:
     opens = np.ones(len(chosen), bool)
     opens[1:] = (np.diff(chosen.src) != 0) | (np.diff(chosen.dst) != 0) | (chosen.lo[1:] != chosen.hi[:-1])
     opens[1:] |= (np.diff(chosen.src_at - chosen.lo) != 0) | (np.diff(chosen.dst_at - chosen.lo) != 0)
-    return replace(chosen.where(opens), hi=chosen.hi[np.roll(opens, -1)])  # the end of each merged slice
+    # A merged slice ends where its last part ends.
+    return replace(chosen.where(opens), hi=chosen.hi[np.roll(opens, -1)])

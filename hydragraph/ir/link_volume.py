@@ -11,14 +11,14 @@ from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import Slices, SourceCells, cells_of, copy, reduce
 from hydragraph.kernels.numba_compiler import compiled
 
-_NEAREST, _OWN = range(2)  # preferred sender in `_cost`: the nearest rank, or the receiver itself
+_NEAREST, _OWN = range(2)  # `_cost` prefers the nearest rank as sender, or the receiver itself
 
 
 def copied(source: Layout, target: Layout, ranks: int) -> Ints:
     """Return the number of elements that `link.copy(source, target)` sends, as an array [senders, receivers]."""
     nodes = np.zeros(ranks, np.int64)
     if source.nodes is not None:
-        nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]  # -2: no known node
+        nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]  # -2 means that the node is unknown
     return _counted(copy, source, target, np.zeros_like(source.copy), nodes, _NEAREST)
 
 
@@ -42,7 +42,7 @@ def _counted(
     sent = _sent(source.rank, source.partial, *needed, cells, at, size, target.rank * 1, nodes, way)
     if len(sent) and size == target.size:
         return np.asarray(sent)
-    link(source, target)  # raises an error that names the problem
+    link(source, target)  # this call raises an error that names the problem
     raise AssertionError("ir.link accepts layouts that ir.link_volume cannot count: report this bug")
 
 

@@ -27,7 +27,7 @@ class Template:
 
     Attributes:
         name: SHA-256 of the graph, in hexadecimal.
-        graph: returns the hidden state, the summed loss (for "head"), or auxiliary values (for "aux").
+        graph: graph that returns the hidden state, the summed loss (for "head"), or auxiliary values (for "aux").
         parameters: names within the block's module.
         inputs: "hidden", "other.i" (auxiliary values) and fields of the batch.
     """
@@ -75,7 +75,7 @@ class Block:
     Attributes:
         name: "embed", "layer.0", ..., "head".
         parameters: names within the model, in the template's order.
-        aux: index of the aux block's output for each input "other.i".
+        aux: for each input "other.i", the index of the aux block's output.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Program:
         causal: whether labels are the next tokens. Otherwise, sequences must provide labels.
         blocks: from "embed" to "head".
         aux: block that computes positions, rotary tables and other parameter-free values on every stage.
-        buckets: in block order, with parameters that no block uses last.
+        buckets: in block order; buckets of parameters that no block uses come last.
         heads: numbers of query heads.
         unplaced: token id that gets position -1, such as RoBERTa's padding id.
         positions: maximum number of tokens in a sequence, and the name of the config setting that limits it.

@@ -34,7 +34,7 @@ class Outline:
     Attributes:
         blocks: "embed", one block per layer ("layer.0", ...), "head".
         buckets: pairs (bucket, blocks that use it).
-        elements: number of elements in each bucket (empty: 1 per bucket).
+        elements: number of elements in each bucket; if empty, every bucket counts as one element.
         window: maximum number of elements in flight, for pulls and for pushes (None: see `awaited`).
 
     Raises:
@@ -131,7 +131,7 @@ class Outline:
 
     @cached_property
     def gradients(self) -> Mapping[str, tuple[str, ...]]:
-        """Each block's buckets with a gradient, in pull order."""
+        """Each block's buckets that have a gradient, in pull order."""
         return {block: tuple(n for n in names if n not in self.frozen) for block, names in self.weights.items()}
 
     @cached_property

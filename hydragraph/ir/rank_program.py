@@ -48,7 +48,7 @@ class RankProgram:
         strategy: the strategy's text with its fingerprint.
         roles: one per pipeline of the stage, or per interleaved stage; empty for an idle rank.
         tp: the stage's ranks, in tensor-parallel order.
-        layers: half-open range of layers of each interleaved stage.
+        layers: half-open range of layers, for each interleaved stage.
     """
 
     rank: int
@@ -79,7 +79,7 @@ def to_text(program: RankProgram, comments: Mapping[int, str] | None = None) -> 
     """Return the text that `parse` reads.
 
     Args:
-        comments: instruction index -> comment.
+        comments: comment for each instruction index.
 
     Raises:
         ValueError: the strategy's text or a comment has characters that `parse` would misread.

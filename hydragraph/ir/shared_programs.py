@@ -1,6 +1,7 @@
 """Programs of many ranks. Ranks of a *kind* share one body of instructions, and differ only in their peers.
 
-Rank numbers in a body are indices into the running rank's peers. Example with two stages of two ranks each:
+Rank numbers in a body are indices into the list of peers of the rank that runs the body. Example with two stages of two
+ranks each:
 
     body     send h1.0 -> rank 0
     peers    (2) for rank 0, which therefore sends to rank 2; (3) for rank 1
@@ -69,7 +70,8 @@ class SharedPrograms(Sequence[RankProgram]):
     def gather(found: Iterable[tuple[RankProgram, Body, Peers]]) -> SharedPrograms:
         """Combine headers, bodies and peers, and merge equal bodies of one kind."""
         number: dict[Hashable, int] = {}
-        kind_of: dict[tuple[Hashable, int], int] = {}  # keyed by body identity, to compare bodies only once
+        # The key is the identity of a body, so that each body is compared only once.
+        kind_of: dict[tuple[Hashable, int], int] = {}
         bodies: list[Body] = []
         headers: list[RankProgram] = []
         kinds: list[int] = []

@@ -47,7 +47,7 @@ class _Site:
     """Blocks and neighbors of a rank, from the programs' headers.
 
     Attributes:
-        blocks: positions of blocks, by interleaved stage.
+        blocks: positions of the blocks of each interleaved stage.
         neighbours: ranks of the previous and the next stage, by (micro-batch, index in `blocks`).
     """
 

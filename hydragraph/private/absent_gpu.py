@@ -86,7 +86,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
     define: Any = TritonScheduling.define_kernel
     load: Any = AsyncCompile.triton
     build: Any = triton.compile
-    look_up: Any = device_interface.get_interface_for_device  # fails for CUDA in CPU builds
+    look_up: Any = device_interface.get_interface_for_device  # fails for CUDA if PyTorch is built for CPUs only
 
     def measure(scheduling: Any, source: str, nodes: Any, kernel: Any) -> Any:
         name = define(scheduling, source, nodes, kernel)

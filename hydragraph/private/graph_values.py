@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hydragraph.private.tracing import hint_of, new_symbol
 
-SYMBOLIC = (torch._sym_sqrt,)  # undocumented functions of sizes
+SYMBOLIC = (torch._sym_sqrt,)  # PyTorch's undocumented functions of sizes
 
 # A number or expression; ["tensor", dtype, device, shape, strides, storage]; ["list", *values]; or None.
 Data = Any
@@ -36,7 +36,8 @@ class ValueEncoder:
 
     hints: list[int] = field(default_factory=list)  # size of each symbol in the trace
     _symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
-    _texts: dict[sympy.Expr, str] = field(default_factory=dict)  # printing an expression is slow
+    # Caches the texts of expressions, because printing an expression is slow.
+    _texts: dict[sympy.Expr, str] = field(default_factory=dict)
     _storages: dict[int, int] = field(default_factory=dict)
 
     def value(self, value: object, storages: Iterable[int] = ()) -> Data:
@@ -118,7 +119,7 @@ class ValueDecoder:
 
 
 LARGEST_SIZE = 1 << 48
-_LONGEST = 500  # characters in an expression
+_LONGEST = 500  # maximum number of characters in an expression
 
 
 def size_of(size: object, hints: Sequence[int]) -> int:

@@ -19,7 +19,7 @@ from hydragraph.private.tracing import hint_of, new_symbol
 
 LEAST = 2  # smallest value of a symbol, because Inductor specializes 0 and 1
 
-Code = Callable[[list[Any]], Sequence[Any]]  # empties the list passed to it
+Code = Callable[[list[Any]], Sequence[Any]]  # this function empties the list that it receives
 Condition = Callable[[Sequence[int]], bool]  # takes sizes
 
 
@@ -116,7 +116,8 @@ def compile_graph(
 
     Args:
         inputs, outputs: fake values, from any trace.
-        hints: symbol -> size to tune for. The compiled code's first arguments are the symbols, in this order.
+        hints: size of each symbol for which the code is tuned. The compiled code's first arguments are the symbols, in
+            this order.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner

@@ -30,7 +30,7 @@ from hydragraph.private.module_internals import graph_module
 from hydragraph.private.operator_schemas import aten_operators, has_tag
 
 _CASTS = aten_operators("_to_copy to.dtype to.device to.dtype_layout")
-_ALIASES = aten_operators("detach alias")  # detach until PyTorch 2.13, alias in later versions
+_ALIASES = aten_operators("detach alias")  # PyTorch inserts `detach` up to version 2.13, and `alias` in later versions
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def one_pass() -> Iterator[None]:
     from torch._dynamo import config  # imports the compiler
 
     collects = gc.isenabled()
-    traces = getattr(fx_config, "do_not_emit_stack_traces", False)  # not in PyTorch 2.11
+    traces = getattr(fx_config, "do_not_emit_stack_traces", False)  # PyTorch 2.11 does not have this attribute
     gc.disable()
     fx_config.do_not_emit_stack_traces = True
     try:
@@ -168,7 +168,7 @@ def _any_convolution() -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence logs and graphs that torch.export writes to stderr before raising an exception."""
-    from torch.export import _trace  # loads much of the compiler
+    from torch.export import _trace  # this import loads much of the compiler
 
     with (
         mock.patch.object(_trace, "print", create=True),
@@ -335,7 +335,7 @@ def partition(
     """Split a joint graph into forward and backward; forward outputs beyond the first `outputs` are saved values."""
     _drop_repeats(joint.graph)
     results = joint.graph.output_node().args[0]
-    for node in ancestors_of(results[:outputs]):  # for the default partitioner
+    for node in ancestors_of(results[:outputs]):  # the default partitioner requires this
         node.meta["partitioner_tag"] = "is_forward"
     # This import loads much of Inductor.
     from functorch.compile import default_partition, min_cut_rematerialization_partition
@@ -412,7 +412,7 @@ def subgraph(
     """Return a graph of `nodes`, in this order, that returns `results`.
 
     Args:
-        inputs: node -> name of the placeholder that replaces the node.
+        inputs: nodes that are replaced, each with the name of its placeholder.
     """
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
@@ -429,7 +429,7 @@ def subgraph(
 def ancestors_of(
     results: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: node.op != "placeholder"
 ) -> set[fx.Node]:
-    """Return the results and all nodes that they depend on, restricted to nodes that `through` accepts."""
+    """Return the results and all nodes on which the results depend, restricted to nodes that `through` accepts."""
     pending = list(results)
     ancestors: set[fx.Node] = set()
     while pending:

@@ -14,7 +14,7 @@ from hydragraph.report.facts import MOVED, Matrix
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
-# Rows per matrix. With more ranks or nodes, neighbors share a row.
+# Maximum number of rows in a matrix. If there are more ranks or nodes, neighbors share a row.
 MOST = 32
 
 

@@ -20,10 +20,10 @@ from hydragraph.spec.training_workload import check_sequences
 
 Strategy = tuple[Scheme, ...]
 
-# Numbers of best candidates, and of best homogeneous candidates, to evaluate.
+# How many of the best candidates, and of the best homogeneous candidates, are evaluated.
 SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
-# Number of mini-batches for improving candidates.
+# Number of mini-batches on which candidates are improved.
 TUNING = 8
 # Number of candidates whose pull and push are simulated.
 SIMULATED = 24
@@ -79,7 +79,8 @@ class ComparedCandidate:
 
     Attributes:
         memory: memory use of each distinct scheme.
-        seconds: mean over the mini-batches, or `bound` if mini-batches were not assigned; infinite if any does not fit.
+        seconds: mean over the mini-batches, or `bound` if mini-batches were not assigned; infinite if a mini-batch does
+            not fit.
         alone: mean seconds of each mini-batch's longest sequence alone, on the fastest pipeline.
         wins: number of mini-batches on which this candidate is the fastest.
     """
@@ -306,7 +307,7 @@ def parts_of(
         for p, batches in zip(pipelines, assignment.micro_batches, strict=True)
     ]
     last = max(range(len(pipelines)), key=lambda p: assignment.by_pipeline[p])
-    # A second on eight devices is eight seconds of device time.
+    # One second on eight devices counts as eight seconds of device time.
     even = sum(w * p.devices for w, p in zip(work, pipelines, strict=True)) / sum(p.devices for p in pipelines)
     fixed = pipelines[last].c * len(assignment.micro_batches[last])
     bubble = assignment.by_pipeline[last] - work[last] - fixed if pipelines[last].stages > 1 else 0.0

@@ -10,7 +10,7 @@ from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
 
-# Maximum ranks with separate rows.
+# Maximum number of ranks that have separate rows.
 EVERY = 64
 MOST_ROWS = 160
 

@@ -60,11 +60,11 @@ class IterationView:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of each of `ranks` over an iteration, in bytes.
+    """Memory in bytes that each rank in `ranks` uses over an iteration.
 
     Attributes:
         parts: parts of the peak, as (name, bytes).
-        points: (seconds, bytes from then on); empty if only the peak is known.
+        points: pairs of a time in seconds and the bytes from this time on; empty if only the peak is known.
     """
 
     ranks: tuple[int, ...]
@@ -80,7 +80,7 @@ class Matrix:
 
     Attributes:
         title: "ranks" or "nodes".
-        groups: node of each row; rows of one node are adjacent.
+        groups: node of each row; rows of the same node are adjacent.
         cells: bytes by traffic kind (`MOVED`), row and column.
     """
 
@@ -137,7 +137,7 @@ class ComparedStrategy:
         seconds: time of an iteration; None if the strategy does not fit.
         micro_batches: number per pipeline; empty if unknown.
         shares: parts of the iteration, as (name, fraction).
-        why: why the strategy lost; "" for the best strategy.
+        why: why the strategy is slower than the best strategy; "" for the best strategy.
     """
 
     name: str
@@ -167,7 +167,7 @@ class RankChanges:
     Attributes:
         begin_s: time of the first step, in seconds since 1970.
         events: events in order of time, without checkpoints.
-        counts: changes of the number of ranks, as (step, number from then on).
+        counts: changes of the number of ranks, as pairs of a step and the number from this step on.
         parts: parts of the wall time, as (name, seconds); empty if unknown.
     """
 

@@ -30,7 +30,7 @@ WORDS = {
     "messages": "messages in flight",
     "host": "offloaded to host memory",
 }
-SHORTER = 0.8  # ratio of successive lengths to try
+SHORTER = 0.8  # ratio of successive lengths that are tried
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class MemoryFit:
                     "rank": rank,
                     "peak_bytes": memory.total,
                     "limit_bytes": limit,
-                    "state": memory.home_weights + memory.optimizer_state,  # keys of earlier versions
+                    "state": memory.home_weights + memory.optimizer_state,  # keys that earlier versions wrote
                     "shard": memory.home_gradients,
                     **asdict(memory),
                 }
@@ -130,7 +130,7 @@ def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may
         if length is not None:
             return f"sequences of at most {length:,} tokens (data.max_length), one per micro-batch{words}"
     for sequence_parallel in (True, False):
-        with suppress(Unsupported):  # the profile may not contain these stages
+        with suppress(Unsupported):  # the profile may not contain measurements of these stages
             for wide, merged in wider(costs, found.strategy, assignment, sequence_parallel):
                 for strategy in (wide, recomputing(wide), *(streaming_more(wide) if may_stream else ())):
                     tried = fit(costs, strategy, merged)

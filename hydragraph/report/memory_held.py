@@ -12,7 +12,7 @@ from hydragraph.cost.timeline import Timeline
 from hydragraph.report import number_format
 from hydragraph.report.facts import Fact, RankMemory
 
-# Maximum curves, each from a walk through a program.
+# Maximum number of curves; each curve needs a walk through a program.
 MOST_CURVES = 48
 MOST_POINTS = 160
 

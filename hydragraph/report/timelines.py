@@ -22,11 +22,11 @@ from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.instruction_text import parse_instruction
 from hydragraph.report.facts import STREAMS, IterationView, TimeBar, TimelineLane
 
-# Maximum bars, so that pages are smaller than 5 MB.
+# Maximum number of bars, which keeps pages below 5 MB.
 MOST_BARS = 24_000
-# Maximum ranks with separate lanes.
+# Maximum number of ranks that have separate lanes.
 EVERY = 32
-# Maximum lanes; if there are more, evenly spaced ones are shown.
+# Maximum number of lanes; if there are more, evenly spaced lanes are shown.
 MOST_LANES = 256
 # Shortest interval in which bars are merged, as a fraction of the iteration.
 FINEST = 1 / 4000
@@ -136,7 +136,7 @@ def _micro_batch(instruction: Instruction) -> int:
 def _name(instruction: Instruction) -> str:
     op = instruction.op
     if op in (Op.SEND, Op.RECEIVE):
-        # Peers of a lane's ranks are different ranks of one stage.
+        # The ranks of a lane have different peers, which all belong to one stage.
         message = message_of(instruction)
         what = "hidden state" if message.ahead else "gradient"
         other = "next" if message.ahead is (op is Op.SEND) else "previous"
@@ -161,7 +161,7 @@ def _fewer(lanes: Sequence[TimelineLane], seconds: float) -> tuple[list[Timeline
     if _count(merged) <= MOST_BARS:
         return merged, "Consecutive blocks of a micro-batch are drawn as one bar."
     tick = seconds * FINEST
-    while _count(merged) > MOST_BARS and tick < 2 * seconds:  # at the limit, each stream is one bar
+    while _count(merged) > MOST_BARS and tick < 2 * seconds:  # beyond this limit, each stream is a single bar
         merged = _merged(merged, partial(_ticks, tick=tick))
         tick *= 2
     return merged, f"Bars that are closer than {tick / 2 / seconds:.2%} of the iteration are merged into one."

@@ -12,7 +12,7 @@ class RanksIfEqual(int):
 
 @dataclass(frozen=True)
 class AvailableDevices:
-    """Devices for a run, each used by one process."""
+    """Devices for a run; each device is used by one process."""
 
     ranks: int
     cuda: bool

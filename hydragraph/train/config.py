@@ -530,7 +530,7 @@ class TrainConfig:
             supervised = self.elastic.min_ranks != 0 and (self.measures or self.elastic.survives)
             self._set("ranks", devices_here(self.device, supervised).ranks if self.automatic else 1)
         if isinstance(self.epochs, int | float) and self.epochs == 0 and self.epochs is not False:
-            self._set("epochs", None)  # with 0 epochs, `steps` sets the length
+            self._set("epochs", None)  # `epochs: 0` means that `steps` determines the length of the run
         if isinstance(self.check, bool) and not self.check:  # YAML reads `off` as False
             self._set("check", "off")
         check_fields(self)

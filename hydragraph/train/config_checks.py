@@ -24,8 +24,8 @@ from hydragraph.train.model import adapted, directory_of, dropout_rates, skeleto
 from hydragraph.train.optimizer import optimizer_factory
 from hydragraph.train.plan_input import read_costs
 
-_BYTES_AND_END = 257  # vocabulary of the smallest new tokenizer: 256 bytes and the end-of-text token
-_PASSES = 1000  # maximum passes over the data in one step
+_BYTES_AND_END = 257  # smallest vocabulary of a new tokenizer: 256 bytes and the end-of-text token
+_PASSES = 1000  # maximum number of passes over the data in one step
 
 
 def check_settings(config: TrainConfig, ranks: int) -> None:

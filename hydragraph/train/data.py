@@ -30,7 +30,7 @@ from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
 from hydragraph.train.reference_scores import Scores, evaluation_name, train_name
 
 STDLIB = "python-stdlib"
-_ENCODING = 6  # version of the encoding, part of the cache key
+_ENCODING = 6  # version of the token files' encoding, which is part of the cache key
 _TOKENS = "tokens"
 _TOKENIZER = "tokenizer.json"
 _MOST_STEPS = 10**8

@@ -310,7 +310,7 @@ def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: Mixture, st
         raise ValueError(f"{start.last.path} is past the last step, {config.steps}: raise 'epochs'")
     check_budget(given, batches.tokens)
     if config.evaluates:
-        evaluation_streams(config, prepared.tokens)  # raises errors before training starts
+        evaluation_streams(config, prepared.tokens)  # errors of this function must be raised before training starts
 
 
 def _score(prepared: _RunInputs, executor: Any, start: _Start) -> int:
@@ -543,7 +543,7 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
         if state.saved < state.done:
             checkpoint(run, state)
         if config.checkpoint.asynchronous:
-            run.executor.wait_saved()  # so that the error names the newest checkpoint
+            run.executor.wait_saved()  # wait, so that the error names the newest checkpoint
         raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}") from None
     state.last = (step, report)
     state.done = step

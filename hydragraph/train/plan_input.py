@@ -109,7 +109,7 @@ def read_candidates(texts: Sequence[str]) -> list[list[Scheme]]:
         if "[" in text:
             raise ValueError(f"--strategy {i}: {text!r} is not supported: write regular pipelines, as in <tp4,pp2>")
         try:
-            pipelines, _ = parse_strategy(text, layers=1024)  # schemes do not depend on layers
+            pipelines, _ = parse_strategy(text, layers=1024)  # pipeline schemes do not depend on the number of layers
         except ValueError as error:
             raise ValueError(f"--strategy {i}: {error}") from error
         candidates.append([(p.stages[0].tp, len(p.stages)) for p in pipelines])

@@ -17,7 +17,7 @@ from torch import Tensor
 from hydragraph.frontend.packed_inputs import token_logprobs
 from hydragraph.train.objective_config import DpoConfig, OrpoConfig, PairLoss, SimpoConfig
 
-WEIGHTS = "weights"  # batch field: factor of a sequence's token losses
+WEIGHTS = "weights"  # name of the batch field with the factor of a sequence's token losses
 _SURE = -1e-7  # maximum log-probability per token, because odds are infinite at 0
 
 

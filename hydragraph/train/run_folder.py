@@ -45,7 +45,7 @@ class _FolderEntry:
 class RunFolder:
     path: Path
 
-    owner = _FolderEntry("owner.json")  # process that holds the lock, and the run's start time
+    owner = _FolderEntry("owner.json")  # describes the process that holds the lock, and the run's start time
     config = _FolderEntry("config.yaml")  # the resolved config
     metrics = _FolderEntry("metrics.jsonl")
     tensorboard = _FolderEntry("tensorboard")

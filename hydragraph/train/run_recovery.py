@@ -31,8 +31,8 @@ from hydragraph.train.stragglers.lateness import Lateness
 from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent
 from hydragraph.train.train_state import Run, TrainState, ahead_of
 
-TAKEOVER_S = 5.0  # maximum wait until a lost rank releases the folder
-_FENCED_S = 1.0  # maximum wait if disconnected machines have ended their ranks
+TAKEOVER_S = 5.0  # maximum seconds to wait until a lost rank releases the folder
+_FENCED_S = 1.0  # maximum seconds to wait if disconnected machines have already ended their ranks
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:

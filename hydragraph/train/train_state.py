@@ -49,22 +49,22 @@ class Run:
     world: World
     folder: RunFolder
     executor: Executable
-    strategies: tuple[Strategy, ...]  # used by steps in turn; empty if the executor chooses
-    evaluation: Mapping[str, list[list[Drawn]]]  # mini-batches by evaluation set
+    strategies: tuple[Strategy, ...]  # steps use these strategies in turn; empty if the executor chooses strategies
+    evaluation: Mapping[str, list[list[Drawn]]]  # mini-batches of each evaluation set
     watcher: Watcher | None = None  # None except on rank 0
     log: MetricsLog | None = None
     controller: Controller | None = None
-    peak_flops_per_s: float | None = None  # sum over ranks; None: unknown
+    peak_flops_per_s: float | None = None  # sum of all ranks' peaks, or None if unknown
     callbacks: Callbacks = field(default_factory=Callbacks)  # empty except on rank 0
     saving: list[tuple[int, Path]] = field(default_factory=list)
     traced: list[TracedStep] = field(default_factory=list)
-    expectation: ExpectedTimes = field(default_factory=ExpectedTimes)  # for this session, on rank 0 only
+    expectation: ExpectedTimes = field(default_factory=ExpectedTimes)  # covers this session, and is used on rank 0 only
     watched: tuple[int, ...] = ()  # member number (`cluster.rendezvous`) of each rank
     evaluate_at: frozenset[int] = frozenset()  # steps of `config.evaluate_per_epoch`
     checkpoint_at: frozenset[int] = frozenset()  # steps of `config.checkpoint_per_epoch`
     pieces: Pieces | None = None
     settings: Sequence[Mapping[str, Any]] = ()  # hyperparameters by group
-    joined: Callable[[], Run] | None = None  # on joining ranks; completes this `Run` after ranks meet
+    joined: Callable[[], Run] | None = None  # set on joining ranks; returns the complete `Run` after ranks meet
 
     @property
     def pairs(self) -> PairedSteps | None:
@@ -103,11 +103,11 @@ class TrainState:
     """Progress of a run, on every rank.
 
     Attributes:
-        anew: returns a new stream of mini-batches.
+        anew: function that returns a new stream of mini-batches.
         kept: whether a checkpoint exists, including one of step 0.
         positions: step -> state of `batches` after this step, for all steps since the second-to-last checkpoint.
         last: last finished step and its report.
-        untold: recoveries to report, each with the number of ranks before the recovery.
+        untold: recoveries that have not been reported yet, each with the number of ranks before the recovery.
         began: start time of the folder's run; None: this rank has not joined the run.
         pieces_fail: whether the last checkpoint in pieces is incomplete.
     """

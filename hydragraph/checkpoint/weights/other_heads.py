@@ -1,4 +1,4 @@
-"""Detection of stored heads that only other classes of the model's family have. Loading skips these heads.
+"""Detection of stored heads that only other classes of the model's family have; they are not loaded.
 
 A directory of `BertForPreTraining` has a pooler, which `BertForMaskedLM` does not have.
 """

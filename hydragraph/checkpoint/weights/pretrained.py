@@ -26,7 +26,7 @@ from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.shard_boxes import sharded_weights
 
 _LOG = logging.getLogger(__name__)
-_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # safetensors dtypes that convert to fp32
+_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # safetensors dtypes that can be converted to fp32
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,12 +67,13 @@ class TensorNames:
             return [(key, JoinedTensor.of(stored)) for key, stored in held.items()]
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-        conversions = copy.deepcopy(self.conversions)  # some conversions are stateful
+        conversions = copy.deepcopy(self.conversions)  # some conversions have a state
         renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
         wholes_by_name: list[tuple[str, JoinedTensor]] = []
         pieces: dict[str, tuple[Any, dict[str, list[StoredTensor]]]] = {}
-        sources: Any = self.sources  # transformers names a dict, but only reads it
+        # Transformers' annotation asks for a dict, but the function only reads the argument.
+        sources: Any = self.sources
         for key in sorted(held, key=dot_natural_key):
             name, computed = rename_source_key(key, renamings, converters, self.prefix, sources)
             if name not in self.sources and key in self.sources:

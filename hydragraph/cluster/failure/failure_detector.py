@@ -24,7 +24,7 @@ ENDED = "its process has ended"
 
 
 class Stopwatch:
-    """Seconds since the previous observation, at most `PAUSE_S`."""
+    """Clock that returns the seconds since the previous observation, but at most `PAUSE_S`."""
 
     def __init__(self) -> None:
         self._before = time.monotonic()
@@ -52,7 +52,7 @@ def seen_of(process: WatchedProcess, progress: RankProgress) -> RankObservation:
 
 @dataclass(frozen=True)
 class Accusation:
-    """An accused rank, and the reason; `stalled` if the rank's process is alive but makes no progress."""
+    """An accused rank, and the reason. `stalled` is true if the rank's process is alive but makes no progress."""
 
     rank: int
     error: str
@@ -73,7 +73,7 @@ class FailureDetector:
         """Add observations made `elapsed` seconds after the previous ones; return an accusation, or None.
 
         Args:
-            others_run: whether a process not in `seen` is running.
+            others_run: whether any process that is not in `seen` is running.
         """
         elapsed = min(elapsed, PAUSE_S)
         running = others_run or any(sighting.state is ProcessState.RUNNING for sighting in seen.values())

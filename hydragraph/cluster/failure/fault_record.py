@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _DEATH = "hydragraph/death"
-NAMESPACE = "hydragraph/watch"  # key that stores the newest watch's namespace
+NAMESPACE = "hydragraph/watch"  # key under which the newest watch's namespace is stored
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Fault:
     Attributes:
         instruction: the failed rank's instruction or call; "" if unknown.
         stalled: whether the rank is alive but makes no progress.
-        index: the instruction's index, if the writer cannot describe the instruction.
+        index: the instruction's index, if the process that recorded the fault cannot describe the instruction.
     """
 
     rank: int

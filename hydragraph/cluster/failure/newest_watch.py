@@ -24,7 +24,7 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, g
 
     Args:
         group: the process group, or None before the group exists.
-        store: returns the ranks' store; called only for a new watch.
+        store: function that returns the ranks' store; it is called only if a new watch is needed.
     """
     newest = _Newest
     last = newest.watch

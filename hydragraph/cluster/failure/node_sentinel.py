@@ -41,9 +41,9 @@ _BEAT_S = 0.25
 _ROLL_S = 1.0
 # Timeouts of the store; PyTorch retries for twice as long.
 _PATIENCE, _LITTLE = timedelta(seconds=10), timedelta(seconds=2)
-_IDLE_S = 3.0  # a sentinel exits after this time without ranks
+_IDLE_S = 3.0  # a sentinel exits if its machine has had no ranks for this time
 _LOOK_S = 0.5
-_STARTS = 3  # maximum starts; a machine without a sentinel counts as lost
+_STARTS = 3  # maximum number of attempts to start; a machine without a sentinel counts as lost
 
 
 @dataclass(frozen=True)

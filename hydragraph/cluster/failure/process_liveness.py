@@ -11,14 +11,14 @@ from enum import Enum
 from pathlib import Path
 
 _PROC = Path("/proc")
-_STOPPED = frozenset("Tt")  # T: by a signal; t: by a debugger
+_STOPPED = frozenset("Tt")  # T: stopped by a signal; t: stopped by a debugger
 _ENDED = frozenset("ZXx")  # Z: zombie, which has ended; X, x: dead
 
 
 class ProcessState(Enum):
     """State of a process; without /proc, a stopped process appears to be running."""
 
-    RUNNING = "running"  # or sleeping, or waiting for a disk
+    RUNNING = "running"  # includes processes that sleep or wait for a disk
     STOPPED = "stopped"
     ENDED = "ended"
 

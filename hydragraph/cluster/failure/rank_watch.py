@@ -57,14 +57,14 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-CLOSED = "close"  # prefix of the call recorded for a rank that has closed its executable
+CLOSED = "close"  # prefix of a rank's recorded last call if the rank has closed its executable
 _REMEDY = "restart all ranks and load the last checkpoint"
 _POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
-_LOOKED_AT = 8  # ranks checked per poll, on average
-_ROLL_S = 1.0  # interval between checks for newly registered ranks
-_HEAD_START = timedelta(seconds=0.3)  # time for waits on a closed connection to fail
-_LAST_CHANCE = timedelta(seconds=0.5)  # time for waits to end after the shutdown
-_MEETING = timedelta(seconds=30)  # time for the store to answer
+_LOOKED_AT = 8  # average number of ranks that one poll checks
+_ROLL_S = 1.0  # seconds between checks for newly registered ranks
+_HEAD_START = timedelta(seconds=0.3)  # time that waits on a closed connection need to fail
+_LAST_CHANCE = timedelta(seconds=0.5)  # time that waits need to end after the shutdown
+_MEETING = timedelta(seconds=30)  # time limit for the store to answer
 _TOGETHER = (ValueError, FloatingPointError, Stopped)
 _AGREED = "_hydragraph_agreed"
 
@@ -107,7 +107,8 @@ class RankWatch:
         self._waits = 0
         self._calls = _Calls()
         self._main = threading.get_ident()
-        # Texts that describe this rank: its last action, the main thread's call, another thread's call.
+        # Texts that describe this rank's last action, the main thread's current call, and another thread's current
+        # call.
         self._resting = self._shown = self._beside = ""
         self._guarded: set[tuple[int, str]] = set()
         self._aborts: list[Callable[[], Callable[[], None] | None]] = []
@@ -189,7 +190,7 @@ class RankWatch:
                 if isinstance(error, _Disconnected) or not getattr(error, _AGREED, False):
                     self._fail(error)
                 raise
-            except BaseException as error:  # an interrupt or the end of the process
+            except BaseException as error:  # the user interrupts this process, or the process ends
                 self.report(error)
                 raise
 
@@ -256,7 +257,7 @@ class RankWatch:
         cause = error.__cause__
         ours = self._fault is None or (self._fault.rank, self._fault.error) == (self.rank, _text(cause or error))
         if failure.rank == self.rank and ours and cause is not None:
-            raise cause from None  # the error is this rank's own
+            raise cause from None  # this rank caused the error
         raise failure from error.__cause__
 
     def at(self, index: int | None) -> None:
@@ -266,7 +267,7 @@ class RankWatch:
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """Mark RuntimeErrors in this context as communication errors, if a watched call is in progress."""
+        """If a watched call is in progress, mark RuntimeErrors in this context as communication errors."""
         try:
             yield
         except (_Disconnected, RankFailure, torch.OutOfMemoryError):
@@ -353,7 +354,7 @@ class RankWatch:
         while self._fault is None and time.monotonic() < deadline:
             accused = self._judge.suspect(SUSPECT_S)
             if accused is not None and self._death is None:
-                time.sleep(2 * _POLL.total_seconds())  # let the launcher report first
+                time.sleep(2 * _POLL.total_seconds())  # give the launcher time to report first
                 self._accuse(accused)
             time.sleep(_POLL.total_seconds() / 2)
         if self._fault is None:
@@ -393,7 +394,7 @@ class RankWatch:
             self._look(stopwatch.elapsed())
             if self._fault is not None:
                 if self._fault.stalled:
-                    self._write_stacks(self._fault)  # before the shutdown, which may let this process end
+                    self._write_stacks(self._fault)  # write them before the shutdown, after which this process may end
                 if not self._stopped.wait(_HEAD_START.total_seconds()):
                     self._cut()
                 return

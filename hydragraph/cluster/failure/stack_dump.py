@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-_ASK = getattr(signal, "SIGRTMIN", 0) + 9  # a signal that other code is unlikely to use
+_ASK = getattr(signal, "SIGRTMIN", 0) + 9  # other code is unlikely to use this signal
 _STDERR = 2
 
 

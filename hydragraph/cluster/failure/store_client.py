@@ -38,7 +38,7 @@ class StorePoller:
         self._thread.start()
 
     def ask(self, question: Callable[[], T], patience: timedelta) -> T:
-        """Return another request's answer or raise its OSError; raise StoreUnavailable without an answer."""
+        """Make another request. Return its answer or raise its OSError; raise StoreUnavailable if no answer arrives."""
         answer: Future[T] = Future()
         self._others.put((question, answer))
         try:

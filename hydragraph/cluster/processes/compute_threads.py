@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-# Spins that last about the time between two operators; GNU OpenMP's default is 300,000.
+# Number of spins, which last about as long as the time between two operators; GNU OpenMP's default is 300,000.
 _SPINS = "1000"
 # Minimum average number of busy cores at which spins are shortened.
 _BUSY = 0.5
@@ -32,7 +32,8 @@ def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[
 
 def threads_of(ranks: int) -> int:
     """Return the number of compute threads per rank on this machine: OMP_NUM_THREADS, or a share of the cores."""
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further values are for nested levels
+    # The variable may list further values, for nested levels.
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if asked.isdecimal() and int(asked):
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

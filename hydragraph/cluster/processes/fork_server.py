@@ -93,7 +93,8 @@ def _serve(directory: str) -> None:
     outlive_signals()
     outlive_failed_forks()
     if directory:
-        atexit.register(shutil.rmtree, directory, ignore_errors=True)  # not in ranks: they call os._exit
+        # Ranks do not run this function, because they call os._exit.
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
 
 
 def _as_usual() -> None:

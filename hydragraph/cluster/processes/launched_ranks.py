@@ -45,9 +45,9 @@ from hydragraph.cluster.processes.rendezvous_stores import client
 from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.errors import RankFailure
 
-_GRACE_S = 8.0  # time for other ranks to fail on their own
-_CULPRIT_S = 2.0  # time for the rank at fault to report
-_EXIT_S = 5.0  # time for a finished rank's process to exit
+_GRACE_S = 8.0  # time in which other ranks can fail on their own
+_CULPRIT_S = 2.0  # time in which the rank at fault can report its error
+_EXIT_S = 5.0  # time in which the process of a finished rank must exit
 _STOPPED_LOOK_S = 0.05
 _LOOK_S = 0.5
 
@@ -115,7 +115,7 @@ class Job:
     ranks: int
     port: int
     work: bytes
-    timeout_s: float  # infinite without a limit
+    timeout_s: float  # infinite if there is no limit
     relay: Relay
     prepared: Readable | None = None
 
@@ -164,7 +164,7 @@ def forget(member: RankHandle) -> None:
 
 def _close(member: RankHandle) -> None:
     member.process.join(_EXIT_S)
-    if member.process.is_alive():  # in a system call that ignores signals
+    if member.process.is_alive():  # the process is in a system call that ignores signals
         _LOG.warning("process %s was killed but has not ended", member.process.pid)
     else:
         member.process.close()
@@ -195,7 +195,7 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout_s: float) -> None
         left = deadline - time.monotonic()
         if left <= 0:
             return
-        # Ranks that have returned stay alive.
+        # The processes of ranks that have returned stay alive.
         done = [WatchedProcess(member.process.pid or 0) for member in crew if isinstance(member.outcome, Returned)]
         others_run = any(process.state() is ProcessState.RUNNING for process in done)
         for member in wait_for_outcomes(waiting, stops, min(left, _LOOK_S), others_run=others_run):
@@ -267,7 +267,7 @@ def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout_s: fl
     missing = [member.rank for member in crew if member.outcome is None]
     if not failed and not missing:
         return
-    if fault is not None and (not failed or fault.rank in missing):  # that rank hangs
+    if fault is not None and (not failed or fault.rank in missing):  # the rank at fault hangs
         raise RankFailure(fault.rank, fault.instruction, fault.error, fault.host)
     if not failed:
         raise TimeoutError(f"launch: ranks {missing} had not returned after {timeout_s:g} s")
@@ -277,7 +277,7 @@ def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout_s: fl
         raise RankFailure(culprit.rank, at, culprit.outcome.how)
     assert isinstance(culprit.outcome, Raised)
     error = rebuilt(culprit.rank, culprit.outcome)
-    if isinstance(error, KeyboardInterrupt | SystemExit):  # raised on that rank
+    if isinstance(error, KeyboardInterrupt | SystemExit):  # the rank raised this error, not the launcher
         raise RankFailure(culprit.rank, at, culprit.outcome.summary) from error
     raise error
 

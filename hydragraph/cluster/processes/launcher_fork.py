@@ -36,7 +36,7 @@ from hydragraph.cluster.processes.preloaded_imports import import_named
 from hydragraph.private.torch_modes import untouched
 
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-_ENDING_S = 0.2  # for threads to end before a fork
+_ENDING_S = 0.2  # time in which threads must end before a fork
 
 # Process id of the forked server; the next launch forks a new server.
 _forks: list[int] = []
@@ -165,8 +165,9 @@ def _as_new(kept: set[int]) -> None:
     faulthandler.disable()
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)
-    _warnings.filters[:] = [entry for entry in _warnings.filters if entry[0] != "error"]  # reload restores `-W error`
-    importlib.reload(warnings)  # ends any recording of warnings
+    # Reloading the module restores `-W error`.
+    _warnings.filters[:] = [entry for entry in _warnings.filters if entry[0] != "error"]
+    importlib.reload(warnings)  # this ends any recording of warnings
     _forget_files(kept)
     _kept.extend((sys.stdout, sys.stderr, sys.modules["__main__"]))
     sys.stdout = TextIOWrapper(FileIO(1, "w", closefd=False), line_buffering=os.isatty(1))

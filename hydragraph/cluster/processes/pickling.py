@@ -34,7 +34,7 @@ def _can_be_imported(main: ModuleType) -> bool:
 
 @contextlib.contextmanager
 def nothing_else_imported() -> Iterator[None]:
-    """Prevent new processes from importing a `__main__` sent by value."""
+    """Prevent new processes from importing a `__main__` whose definitions are sent by value."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if path is None or _can_be_imported(main):

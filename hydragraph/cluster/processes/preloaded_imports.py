@@ -38,7 +38,7 @@ def import_named(classes: Collection[str]) -> None:
 
         for name in sorted(classes):
             with suppress(Exception):
-                getattr(transformers, name)  # imports the module of the class
+                getattr(transformers, name)  # this imports the module of the class
 
 
 def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
@@ -60,7 +60,7 @@ def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
             near += [vars(module).get(name) for module in modules for name in code.co_names]
             pending += [value for value in near if _by_users(sys.modules.get(getattr(value, "__module__", None) or ""))]
         for cell in function.__closure__ or ():
-            with suppress(ValueError):  # the cell is empty
+            with suppress(ValueError):  # the closure's variable has no value yet
                 pending.append(cell.cell_contents)
 
 

@@ -34,7 +34,7 @@ from hydragraph.cluster.rendezvous.member import Member, MemberDismissed, be, me
 from hydragraph.cluster.rendezvous.store_registers import MemberDescription
 
 HOST = "127.0.0.1"
-KEPT = "HYDRAGRAPH_KEPT"  # environment variable: the supervisor's private folder
+KEPT = "HYDRAGRAPH_KEPT"  # environment variable with the path of the supervisor's private folder
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """The end of a process that reported no outcome: when and how it ended."""
+    """When and how a process ended that reported no outcome."""
 
     when: float
     how: str
@@ -103,7 +103,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class Start:
-    """Order to start the process of a `Member`; `late` if other members are already running."""
+    """Order to start the process of a `Member`; `late` is true if other members are already running."""
 
     number: int
     seat: Seat
@@ -167,7 +167,7 @@ def begin(
         watch = newest_watch()
         if watch is not None:
             watch.close()
-    except BaseException as error:  # also an interrupt while the watch closes
+    except BaseException as error:  # includes an interrupt while the watch closes
         outcome = raised(error)
         _tell_the_others(error)
     # A partly sent outcome would look like the death of this process.
@@ -214,7 +214,7 @@ def _take(seat: Seat) -> None:
         MASTER_PORT=str(seat.port),
     )
     if torch.backends.cuda.is_built():
-        set_cuda_environment(os.environ)  # before CUDA starts
+        set_cuda_environment(os.environ)  # must happen before CUDA starts
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     on_this_machine = seat.host.startswith("127.") or seat.host in ("localhost", "::1")
     # The host's name may resolve to an external or invalid address.

@@ -18,9 +18,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from typing import Any, Protocol
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_RESERVED = 0.1  # fraction of the grace period for processes to end
+_RESERVED = 0.1  # fraction of the grace period in which processes must end
 _RESERVED_AT_MOST_S = 2.0
-_SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides the cursor
+_SHOW_CURSOR = "\x1b[?25h"  # shows the cursor, which a progress bar hides
 
 
 class Interrupted(BaseException):
@@ -51,7 +51,7 @@ class Requests(Protocol):
 
 
 def handling(handlers: Mapping[int, Callable[[int, Any], None]]) -> ExitStack:
-    """Set signal handlers until the returned context ends, or none outside the main thread."""
+    """Set signal handlers until the returned context ends. Outside the main thread, this has no effect."""
     before = ExitStack()
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
@@ -148,7 +148,7 @@ class Stopping:
         if self._relay is not None:
             signal.setitimer(signal.ITIMER_REAL, self._work_s)
             return
-        # A thread, because a signal handler may be unable to run while the main thread waits.
+        # This runs on a thread, because a signal handler may be unable to run while the main thread waits.
         self._timer = threading.Timer(self._work_s, self._end)
         self._timer.daemon = True
         self._timer.start()

@@ -3,7 +3,8 @@
 1. Rank r writes a new random word at `joining/r`.
 2. Rank 0 proposes a name with all ranks' words. If a word changes, its rank was restarted, and rank 0 proposes a new
    name.
-3. Rank r writes `agreed/NAME/r` if the proposal contains rank r's word, and so is not from an earlier attempt.
+3. Rank r writes `agreed/NAME/r` if the proposal contains rank r's word, which shows that the proposal is not from an
+   earlier attempt.
 4. After all ranks have agreed, rank 0 confirms the name.
 """
 

@@ -28,8 +28,8 @@ from hydragraph.private.process_groups import drop_all
 
 _LOG = logging.getLogger(__name__)
 
-_POLL_S = 0.01  # interval while a member waits for a generation
-_EAR_S = 0.05  # interval while a member works
+_POLL_S = 0.01  # seconds between polls while a member waits for a generation
+_EAR_S = 0.05  # seconds between polls while a member works
 
 CALLED = 1000  # value of `Executable.stopping` if the coordinator calls this member; exceeds all signal numbers
 
@@ -42,7 +42,8 @@ class Member:
     """This process as a member of an elastic launch.
 
     Args:
-        connect: function that returns a new client of the store, because an old client may still be waiting.
+        connect: function that returns a new client of the store; a new client is needed because the old one may still
+            be waiting.
         grace_s: seconds after SIGTERM until this process ends, even if its state is not handed over.
         folder: private folder of the supervisor, if the store moves with the leader.
         ranks: number of ranks that the launch asks for.
@@ -77,7 +78,7 @@ class Member:
 
     @property
     def called(self) -> bool:
-        """Whether this member should meet other members between two iterations."""
+        """Whether this member should stop between two iterations, to meet the other members again."""
         return self._orders.call > self.generation.number or (self.leaving and self.generation.number > 0)
 
     @property
@@ -108,7 +109,7 @@ class Member:
         """Leave the current generation, and enter the next one with an initialized process group.
 
         Args:
-            failure: error that names the rank at fault; None for a new member or after the coordinator's call.
+            failure: error that names the rank at fault; None if the member is new or the coordinator called it.
         """
         while True:
             accuses = self._accused(failure)
@@ -203,7 +204,7 @@ class Member:
         while not self._closed.wait(_EAR_S):
             try:
                 self._orders = self._heard.orders()
-            except RuntimeError:  # the store is gone, and so is the launcher
+            except RuntimeError:  # the store and the launcher no longer exist
                 return
 
 
@@ -276,5 +277,5 @@ class LauncherRequests:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Do nothing: a member only records requests."""
+        """Do nothing, because a member only records requests."""
         yield

@@ -31,7 +31,7 @@ class MemberRegister:
         ready: whether the member is in no generation and waits for one.
         agreed: last proposal that the member agreed to.
         entered: last generation that the member began to enter.
-        holds: generation in whose layout the member holds state, or 0 without state.
+        holds: generation whose layout the member's state has, or 0 if the member has no state.
         accuses: failed members of the generation that the member left.
         leaving: whether the member was asked to end, and wants to hand over its state.
         left: whether the member no longer needs other members.
@@ -78,7 +78,7 @@ class CoordinatorRegister:
         proposal: the newest proposal, confirmed or not.
         confirmed: number of the newest confirmed generation.
         call: number of a generation; members of earlier generations must meet between two iterations.
-        out: members that have been given up.
+        out: members that the coordinator has given up.
         stop: whether to stop the work after the current step.
         over: why no further generation forms; "" while generations form.
     """
@@ -104,7 +104,8 @@ class CoordinatorState:
     """The coordinator's state.
 
     Attributes:
-        formed: members in rank order, for the current generation and generations in whose layout members hold state.
+        formed: members in rank order, for the current generation and for each generation whose layout some member's
+            state has.
     """
 
     orders: CoordinatorRegister = CoordinatorRegister()
@@ -122,7 +123,7 @@ def decide(
 
     Args:
         said: registers of members whose process is alive.
-        coming: number of processes about to start.
+        coming: number of processes that are about to start.
     """
     orders = record.orders
     if orders.over:
@@ -140,7 +141,7 @@ def decide(
         kept = {n: members for n, members in record.formed.items() if any(one.holds == n for one in there.values())}
         return CoordinatorState(replace(orders, confirmed=proposal.number), {**kept, proposal.number: proposal.members})
     if any(one.done for one in said.values()):
-        # Members that failed at the very end need not repeat the work.
+        # If members failed after the last step, the work is not repeated.
         waiting = any(one.after >= orders.confirmed for m, one in there.items() if m in record.current)
         return replace(record, orders=replace(orders, over="done")) if waiting else record
     return _meet(record, there, rules, coming)

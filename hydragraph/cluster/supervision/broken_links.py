@@ -13,7 +13,7 @@ from hydragraph.cluster.failure.time_limits import CUT_S
 
 HEALED_S = 2.0
 
-Pair = tuple[int, int]  # the lower number first
+Pair = tuple[int, int]  # the machine with the lower number comes first
 
 
 @dataclass(frozen=True)

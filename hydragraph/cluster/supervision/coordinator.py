@@ -46,9 +46,9 @@ from hydragraph.cluster.unreachable import TOLD_S
 _LOG = logging.getLogger(__name__)
 
 BEAT_S = 0.25
-_FRESH_S = 1.0  # a machine heard within this time is neither lost nor paused
-_ASK_S = 5.0  # for one answer or connection attempt
-_ELECTED_S = 0.8  # for one attempt to reach an elected leader; below `DOUBT_S`
+_FRESH_S = 1.0  # a machine that sent a message within this time is neither lost nor paused
+_ASK_S = 5.0  # time limit for one answer or one attempt to connect
+_ELECTED_S = 0.8  # time limit for one attempt to reach an elected leader; must be below `DOUBT_S`
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class RunMachines:
     Attributes:
         address: address of the launcher's store, on machine 0.
         shared: whether the launcher, not the process of machine 0, hosts the store.
-        again: errors that make the leader restart the run.
-        devices: number of devices here.
+        again: types of errors after which the leader restarts the run.
+        devices: number of devices of this machine.
         fills: whether every device gets a rank.
-        ranks: number of ranks, once placed.
-        placed: each machine's number of devices, once placed.
+        ranks: number of ranks, known once ranks are placed.
+        placed: each machine's number of devices, known once ranks are placed.
         election: None if machine 0 leads.
         handed: on a leader, processes that this machine started for an earlier leader.
     """
@@ -140,7 +140,7 @@ def nodes_of(environment: Mapping[str, str], elected: bool = False) -> RunMachin
 
 @dataclass(frozen=True)
 class Seated:
-    """Seat of a member; `late` if the member started while others were running."""
+    """Seat of a member; `late` is true if the member started while others were running."""
 
     seat: int
     late: bool
@@ -204,7 +204,7 @@ class RunOver:
     """The run has ended.
 
     Attributes:
-        error: why; "" after success.
+        error: reason why the run ended; "" after success.
         again: whether the run restarts.
         here: whether only this machine ends.
     """
@@ -244,7 +244,7 @@ class Link:
 
     Attributes:
         term: term of the elected leader, or 0 without an election.
-        down: why the link is given up; "" while it is up.
+        down: reason why the link was given up; "" while the link is up.
         silent_s: seconds since the other end's last message.
     """
 
@@ -314,7 +314,7 @@ class _Post:
     link: Link
     processes: dict[int, RemoteProcess] = field(default_factory=dict)
     leaving: bool = False
-    address: Address | None = None  # for probes of other machines
+    address: Address | None = None  # address to which other machines send probes
     unheard: tuple[int, ...] = ()
 
 
@@ -498,7 +498,7 @@ class AgentLinks:
                 outcome = message.outcome
                 if isinstance(outcome, Raised | Died):  # the machines' clocks differ
                     outcome = replace(outcome, when=time.monotonic())
-                if message.number in post.processes:  # after a reconnection, an earlier link may have it
+                if message.number in post.processes:  # after a reconnection, the process may belong to an earlier link
                     post.processes[message.number].ended(outcome)
             elif isinstance(message, Leaving):
                 post.leaving = True

@@ -18,7 +18,7 @@ _LOG = logging.getLogger(__name__)
 
 _ASK_S = 0.4  # between two requests
 _FENCE_S = 0.05
-_FIRST_S = 30.0  # for the register's first answer
+_FIRST_S = 30.0  # time limit for the register's first answer
 
 
 class LeadershipLost(ConnectionError):  # noqa: N818 reads as a sentence
@@ -39,13 +39,13 @@ class Election:
         self.record = ""
         self._text = ""
         self._fence: tuple[Callable[[LeaseView, float], bool], Callable[[], None]] | None = None
-        self.silent = ""  # why the register does not answer; "" if it does
+        self.silent = ""  # reason why the register does not answer; "" if it answers
         self._lock = threading.Lock()
         self._closed = threading.Event()
         deadline = time.monotonic() + _FIRST_S
         while not self._read():
             if time.monotonic() > deadline:
-                self._register.read()  # raises the register's error
+                self._register.read()  # raises an error if the register does not answer
             time.sleep(_ASK_S)
         for name, task, interval_s in (("lease", self._take_part, _ASK_S), ("fence", self._guard, _FENCE_S)):
             arguments = (task, interval_s)

@@ -15,18 +15,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 TTL_S = 5.0
-MARGIN_S = 0.5  # for ending processes, and for clocks that differ
+MARGIN_S = 0.5  # safety margin for the end of processes, and for clocks that differ
 STAGGER_S = 0.3  # additional wait, multiplied by the machine's index
 FIRST_S = 2.0  # wait before taking a free lease, multiplied by the machine's index
-REACH_S = 3.0  # for connecting to a new leader
-GATHER_S = 7.0  # exceeds TTL_S, REACH_S, and the part of `UNREACHABLE_S` left when a lease ends
-DOUBT_S = 1.0  # for a check whether a silent leader has ended
-GRACE_S = 2.0  # before a leader gives up a disconnected machine's ranks; exceeds DOUBT_S
+REACH_S = 3.0  # time limit for connecting to a new leader
+# Time that a new leader waits for machines; exceeds TTL_S, REACH_S, and the rest of `UNREACHABLE_S` when a lease ends.
+GATHER_S = 7.0
+DOUBT_S = 1.0  # time limit for the check whether a silent leader has ended
+GRACE_S = 2.0  # time after which a leader gives up the ranks of a disconnected machine; exceeds DOUBT_S
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Lease of the leader, as the register holds it.
+    """Lease of the leader, as stored in the register.
 
     Attributes:
         term: counted from 1; 0 before any machine leads.
@@ -134,7 +135,7 @@ def keeps(standing: LeaseView, term: int, since: float, refused: bool, now: floa
         refused: whether the newest leader's machine refuses connections, because its supervisor has ended.
     """
     if now - standing.answered > TTL_S:
-        return False  # cut off from the register: others may continue
+        return False  # this machine cannot reach the register, so other machines may continue without it
     if standing.leads(now) or refused or standing.expired:
         return True
     if standing.lease.term != term:

@@ -47,7 +47,7 @@ class LinkProbe:
         self._socket.close()
 
     def _run(self) -> None:
-        silent_s: dict[int, float] = {}  # by machine, for machines heard before
+        silent_s: dict[int, float] = {}  # by machine; contains only machines that have sent a probe before
         unheard: tuple[int, ...] = ()
         stopwatch = Stopwatch()
         sent = 0.0

@@ -52,11 +52,11 @@ from hydragraph.errors import EndedElsewhere
 
 _LOG = logging.getLogger(__name__)
 
-ARRIVAL_S = 1800.0  # for the first machine to start
-BACK_S = 300.0  # for reconnecting to the leader
-_TRY_S = 0.5  # between two attempts to reach the first machine
+ARRIVAL_S = 1800.0  # time limit for the first machine to start
+BACK_S = 300.0  # time limit for reconnecting to the leader
+_TRY_S = 0.5  # time between two attempts to reach the first machine
 _TRY_ELECTED_S = 0.1
-_TOGETHER_S = 1.0  # for the leader to report that all machines are being stopped
+_TOGETHER_S = 1.0  # time in which the leader can report that all machines are being stopped
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,8 @@ class NodeAgent:
         for member in wait_for_outcomes(self._live(), stops, 0, others_run=True):
             assert member.outcome is not None
             link.send(Ended(member.rank, member.outcome))
-            if not isinstance(member.outcome, Returned):  # processes that returned stay until all have returned
+            # Processes that have returned stay alive until all processes have returned.
+            if not isinstance(member.outcome, Returned):
                 self._forget(member.rank)
 
     def _drained(self, link: Link) -> bool:

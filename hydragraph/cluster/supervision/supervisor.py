@@ -60,16 +60,16 @@ from hydragraph.spec.elastic import Elastic
 
 _LOG = logging.getLogger(__name__)
 
-_ARRIVAL = timedelta(minutes=30)  # for all machines
+_ARRIVAL = timedelta(minutes=30)  # time limit for all machines to arrive
 _LOOK_S = 0.02
-_GRACE_S = 8.0  # for members to report, after an error that would recur
-_REJOIN_S = 0.5  # before a lost process is replaced; doubled for each short-lived replacement
+_GRACE_S = 8.0  # time in which members can report after an error that would recur
+_REJOIN_S = 0.5  # delay before a lost process is replaced; doubled for each short-lived replacement
 _REJOIN_MOST_S = 60.0
 _SHORT_S = 5.0  # ranks with a shorter lifetime count as short-lived
-_STARTS = 3  # maximum processes of one seat that end before being ready
-_READYING = 3  # time for a new member to become ready, in multiples of `Elastic.progress_s`
+_STARTS = 3  # maximum number of processes in one seat that end before they are ready
+_READYING = 3  # time limit for a new member to become ready, in multiples of `Elastic.progress_s`
 
-AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # errors that would recur
+AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # errors that would recur after a restart
 
 
 def run_members(elastic: Elastic, nodes: RunMachines | None, job: Job) -> list[bytes]:
@@ -131,7 +131,8 @@ class Supervisor:
     """Supervisor of one launch's members.
 
     Args:
-        started: function that starts a member's process, given its number, seat (initial rank), and `Seated.late`.
+        started: function that starts a member's process; its arguments are the member's number, seat (initial rank),
+            and `Seated.late`.
     """
 
     _started: Callable[[int, int, bool], RankHandle]
@@ -144,7 +145,7 @@ class Supervisor:
     _record: CoordinatorState = field(default_factory=CoordinatorState)
     _seats: dict[int, Seated] = field(default_factory=dict)  # by member
     _since: dict[int, float] = field(default_factory=dict)  # time when a member became a rank
-    _waiting: dict[int, float] = field(default_factory=dict)  # seats to be refilled, and when
+    _waiting: dict[int, float] = field(default_factory=dict)  # seats to refill, each with the time to do so
     _short: dict[int, int] = field(default_factory=dict)  # consecutive short-lived processes, by seat
     _unready: dict[int, int] = field(default_factory=dict)  # processes that ended before they were ready, by seat
     _lost: list[RankHandle] = field(default_factory=list)
@@ -223,7 +224,7 @@ class Supervisor:
             self._empty |= vacant
 
     def enough(self, waited_s: float) -> bool:
-        """Return whether to start without machines that were lost with an earlier leader."""
+        """Return whether to start now, without machines that may have been lost with an earlier leader."""
         lost = self._election is not None and self._election.standing.lease.prior is not None
         if not lost or waited_s <= RETURN_S or self.hub is None:
             return False
@@ -259,7 +260,7 @@ class Supervisor:
             self._election.write(record=json.dumps(saved))
 
     def terminate(self) -> None:
-        self._stop = True  # called from a signal handler
+        self._stop = True  # a signal handler calls this function
 
     def refill(self, *_: object) -> None:
         """Start processes in empty seats whose devices are available again."""

@@ -79,10 +79,10 @@ class BenchKernelsOptions(TimedOptions):
 @dataclass(frozen=True, kw_only=True)
 class BenchLinkOptions(BenchOptions):
     source: str = option(
-        "The strategy to switch from: a text, a YAML file, or home for no push.", "--from", default="home"
+        "The strategy to switch from, as text or a YAML file; home: measure no push.", "--from", default="home"
     )
     target: str = option(
-        "The strategy to switch to: a text, a YAML file, or home for no pull.", "--to", default="<tp2,pp1>"
+        "The strategy to switch to, as text or a YAML file; home: measure no pull.", "--to", default="<tp2,pp1>"
     )
     model: str = option("tiny, small, 1b, 7b, or a run's YAML file.", default="7b")
     dtype: str = option("Dtype of pulled weights: bfloat16 or float32.", default="bfloat16")

@@ -32,7 +32,7 @@ def packed_batches(sequences: Sequence[Tensor], strategy: Strategy, device: torc
 
 
 def padded_batches(sequences: Sequence[Tensor], device: torch.device, most: int = MICRO_BATCH_TOKENS) -> list[Batch]:
-    """Pad sequences into micro-batches of at most `most` tokens. A longer sequence is a micro-batch by itself."""
+    """Pad sequences and group them into micro-batches of at most `most` tokens. Longer ones stay single."""
     groups: list[list[Tensor]] = []
     for sequence in sorted(sequences, key=len, reverse=True):
         if not groups or len(groups[-1][0]) * (len(groups[-1]) + 1) > most:

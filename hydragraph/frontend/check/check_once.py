@@ -11,12 +11,12 @@ from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.log import doing
 from hydragraph.passes.variants import Variants
 
-AUTO: str = "auto"  # the project's tests set this to "off"
+AUTO: str = "auto"  # default mode; hydragraph's own tests set it to "off"
 _latest: list[Variants] = []  # graphs of the last checked program
 
 
 def mode_of(asked: str | bool) -> str:
-    """Return a check mode, or raise ValueError; False, YAML's `off`, means "off"."""
+    """Return a check mode, or raise ValueError. False means "off", because YAML reads `off` as False."""
     mode = "off" if asked is False else asked
     if mode not in MODES:
         raise ValueError(f"'check' is {asked!r}: use one of {', '.join(map(repr, MODES))}")

@@ -61,7 +61,8 @@ class GradientComparison:
     def __init__(self, computed: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
         self._left = computed
         self._norms = norms if norms is not None else {name: _norm(gradient) for name, gradient in computed.items()}
-        # Gradients whose expected values must be finite; for other gradients, the difference must be finite.
+        # For these gradients, the expected values must be finite; for the other gradients, the differences must be
+        # finite.
         self._told_apart = {name for name, norm in self._norms.items() if norms is not None or not math.isfinite(norm)}
         self._finite = norms is None or all(map(math.isfinite, norms.values()))
 

@@ -35,7 +35,7 @@ _WIDTH = re.compile(
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _LEAST = 4  # minimum head size; rotary embeddings pair a head's halves
-# A number that is not part of a name.
+# Matches a number that is not part of a name.
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?(?![\w])")
 _SYMBOL = re.compile(r"\bs\d+\b")
 
@@ -118,7 +118,7 @@ class LibraryModel:
         return cls(type(base), copy.deepcopy(base.config), Adapters.of(model), tensors, model.training, arguments)
 
     def narrowed(self, program: Program) -> NarrowModel | None:
-        """Return a narrow copy whose program differs only in widths, or None if all factors fail."""
+        """Return a narrow copy whose program differs from the model's only in widths, or None if no factor works."""
         for factor in FACTORS:
             try:
                 built = self.at(factor)
@@ -187,5 +187,5 @@ def variant_text(variant: Variant) -> str:
 def _graph_text(graph: fx.GraphModule) -> str:
     values = [(node.name, value_of(node)) for node in graph.graph.nodes]
     shapes = str([(name, str(tuple(v.shape)), str(v.dtype)) for name, v in values if isinstance(v, Tensor)])
-    names: dict[str, str] = {}  # symbol names differ in a program read from a file
+    names: dict[str, str] = {}  # a program that was read from a file has different symbol names
     return graph.code + _SYMBOL.sub(lambda match: names.setdefault(match[0], f"size_{len(names)}"), shapes)

@@ -36,7 +36,7 @@ from hydragraph.spec.stage_kind import StagePart
 log = logging.getLogger("hydragraph.frontend.check")
 
 MODES = ("auto", "full", "off")
-TOGETHER = 32_000_000  # maximum parameters of a group of several blocks
+TOGETHER = 32_000_000  # maximum number of parameters in a group of several blocks
 
 REMEDY = (
     "look for code that a trace does not capture (hooks, Python state, the model's own masks or positions, mixing of "
@@ -54,7 +54,7 @@ class Attempt:
     """Settings for one comparison of the model with its captured graph.
 
     Attributes:
-        copied: whether the weights are the model's plus noise; otherwise they are random.
+        copied: whether the weights are those of the model plus noise; if False, they are random.
         widened: whether casts to narrower dtypes become casts to `dtype`.
     """
 
@@ -88,7 +88,7 @@ class CheckResult:
         blocks: number of compared blocks.
         layers: number of the model's blocks.
         worst: largest gradient error, relative to the gradient's norm.
-        untouched: model settings, as (name, length limit), that no checked sequence exceeded.
+        untouched: names and values of the model's length limits that no checked sequence exceeded.
         problem: reason why the check did not run, or "".
         factor: ratio of the model's widths to those of the compared copy.
     """
@@ -245,7 +245,7 @@ class _Comparer:
                 return difference, attempt
             failed.append((difference, attempt))
             if attempt.copied and attempt.dtype is torch.float64:
-                break  # neither rounding nor random weights explain the difference
+                break  # the difference is not due to rounding or random weights
         if not failed:
             return problem
         raise self._refusal(group, failed)

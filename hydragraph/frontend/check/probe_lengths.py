@@ -14,12 +14,12 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.graph_node import aten, operands
 from hydragraph.private.tracing import ancestors_of
 
-# Settings with a length at which attention may change.
+# Names of model settings that contain a length beyond which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
-LONGEST = 512  # tokens of a sequence
-_WORK = 4e11  # approximate maximum operations to compute one sequence
-# Default lengths: different, and not powers of two.
+LONGEST = 512  # maximum number of tokens in a sequence
+_WORK = 4e11  # approximate maximum number of operations to compute one sequence
+# Default lengths, which differ from each other and are not powers of two.
 _SHORT = (5, 11, 3)
 _FEW = (3, 7)
 _BEYOND = 3
@@ -28,7 +28,7 @@ LARGE = 100_000_000
 
 @dataclass(frozen=True)
 class ProbeLengths:
-    """Sequence lengths, and model settings, as (name, limit), that no length exceeds."""
+    """Sequence lengths, and names and values of the model's length limits that no length exceeds."""
 
     tokens: tuple[int, ...]
     untouched: tuple[tuple[str, int], ...]

@@ -18,8 +18,8 @@ from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.graph_node import aten, operands
 from hydragraph.spec.workload import IGNORED, Field, Sequence
 
-_PADDED = (13, 17)  # the second batch is padded to a multiple of one of these numbers
-_TARGETS = 3  # distance between targets, if labels are not the next tokens
+_PADDED = (13, 17)  # the token count of the second batch is padded to a multiple of one of these numbers
+_TARGETS = 3  # distance between targets if the labels are not the next tokens
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _field(field: Field, length: int, example: Tensor | None, generator: torch.G
 
 
 def batches(sequences: list[Sequence], key: int | None = None) -> list[tuple[dict[str, Tensor], list[int]]]:
-    """Return two packed batches, each with its sequences' indices; `key` is the dropout key."""
+    """Return two packed batches, each with the indices of the packed sequences; `key` is the dropout key."""
     draws = None if key is None else DropoutNumbers(key, range(len(sequences)))
     tokens = sum(map(len, sequences))
     padded = next((n for n in _PADDED if tokens % n), tokens + 1)

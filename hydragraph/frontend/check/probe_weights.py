@@ -1,4 +1,4 @@
-"""Random weights for the numeric check, never zero or all equal, so that every gradient is informative.
+"""Random weights for the numeric check. They are never zero or all equal, so that every gradient reveals errors.
 
 Every tensor repeats one noise vector, starting at an offset that depends on the parameter's name.
 """
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from hydragraph.frontend.check import scratch_pages
 
-_LENGTH = 131_071  # a prime, so that the rows of a matrix have different noise
-_NOISE = 0.3  # standard deviation of noise, relative to the parameter's standard deviation
-_LEAST = 0.05  # minimum standard deviation of noise; for matrices, relative to a new matrix's
+_LENGTH = 131_071  # number of noise values; a prime, so that all rows of a matrix get different noise
+_NOISE = 0.3  # ratio of the noise's standard deviation to the parameter's standard deviation
+# Minimum standard deviation of the noise; for matrices, as a fraction of a new matrix's standard deviation.
+_LEAST = 0.05
 _VECTOR = 0.1  # standard deviation of new vectors, whose mean is 1
-_SHARED = 1 << 22  # minimum elements of new matrices that share memory
+_SHARED = 1 << 22  # new matrices with at least this many elements share memory
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def reduced(
     """Copy a model with new weights; blocks outside `kept` get no weights and return their input."""
     path, layers = block_list(model, blocks)
     left_out = tuple(f"{path}.{i}." for i in range(len(layers)) if i not in kept)
-    # Parameters used outside the left-out blocks get weights.
+    # Parameters that are also used outside the omitted blocks get weights.
     names = model.named_parameters(remove_duplicate=False)
     used = {id(parameter) for name, parameter in names if not name.startswith(left_out)}
     memo = _tensors(model, lambda name, tensor: name.startswith(left_out) and id(tensor) not in used, weights)

@@ -37,7 +37,7 @@ from hydragraph.passes.variants import Library, Variants, local_parameters, voca
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-LARGEST = 1 << 28  # parameters; larger blocks are not compared
+LARGEST = 1 << 28  # maximum number of parameters; larger blocks are not compared
 _LENGTHS = ProbeLengths((5, 11, 3), ())
 _OUT = "its output"
 
@@ -284,7 +284,7 @@ class _Stage:
             return parts
         parameter = self.parameters[name]
         total = torch.zeros_like(parameter.canonical(like))
-        for index, part in enumerate(parts):  # every rank has a shard of the gradient or a partial sum
+        for index, part in enumerate(parts):  # every rank has either a shard of the gradient or a partial sum of it
             expected = parameter.local_shape(self.form.tp, index)
             if part.shape != expected:
                 shapes = f"shape {tuple(part.shape)}, but the shard has {tuple(expected)}"

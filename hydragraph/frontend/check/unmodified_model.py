@@ -1,7 +1,8 @@
 """Comparison of a model itself, with its own weights and all blocks, with its captured graphs.
 
-The numeric check runs copies of a model, with other weights and a few blocks. Code that depends on the identity of a
-module (`id`, a global set of modules) computes something else in copies, and graphs are captured from a copy.
+The numeric check runs copies of a model, with other weights and a few blocks. Code that depends on a module's identity
+(`id`, a global set of modules) gives other results in a copy. Graphs are captured from a copy, so this comparison
+detects such code.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.workload import IGNORED
 
-LARGEST = 1 << 28  # parameters; larger models are not compared
-_SEQUENCES = 3  # a rounding error may change the choice of an expert, but not in every sequence
+LARGEST = 1 << 28  # maximum number of parameters; larger models are not compared
+# Number of compared sequences; a rounding error may change the chosen expert in one sequence, but not in all.
+_SEQUENCES = 3
 _ERROR = 1e-4  # of the loss
 _WIDE = torch.float32
 
@@ -111,7 +113,7 @@ def _refuse_own_loss(
     returned = float(own.detach())
     later = labels[0, 1:]
     shifted = F.cross_entropy(logits.float().flatten(0, -2)[:-1], later, ignore_index=IGNORED, reduction="sum")
-    sums = [(expected, labels), (float(shifted.detach()), later)]  # a model may shift labels that are shifted already
+    sums = [(expected, labels), (float(shifted.detach()), later)]  # a model may shift labels a second time
     usual = [n for total, targets in sums for n in (total, total / max(1, int((targets != IGNORED).sum())))]
     if not any(math.isclose(returned, n, rel_tol=_ERROR, abs_tol=_ERROR) for n in usual):
         what = f"the model returns the loss {returned:.6g}, but without loss= it is trained with cross-entropy"

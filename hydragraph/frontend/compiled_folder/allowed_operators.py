@@ -75,7 +75,7 @@ ALLOWED = frozenset(
     | set(_OTHERS.split())
 )
 
-# Methods of collectives, running sums and started collectives -> number of arguments.
+# Number of arguments of each method of collectives, running sums and started collectives.
 ON_COLLECTIVES: Mapping[str, int] = {
     **dict.fromkeys(("all_reduce", "all_reduce_max", "start_all_reduce"), 2),
     **dict.fromkeys(("all_gather", "reduce_scatter", "split", "start_all_gather", "start_reduce_scatter"), 3),
@@ -86,7 +86,7 @@ ON_COLLECTIVES: Mapping[str, int] = {
 ON_SUMS: Mapping[str, int] = {"t": 1, "addmm_": 3}
 ON_STARTED: Mapping[str, int] = {"result": 1}
 
-# Types of arguments that are constants, never results of nodes.
+# Types of arguments that must be constants and not results of nodes.
 _PLAIN = frozenset({"ScalarType", "MemoryFormat", "Layout", "Device", "str"})
 
 _OF_ONE = frozenset({"operator.neg", "torch.sym_float", "torch.sym_int", "torch.sym_not", "torch._sym_sqrt"})

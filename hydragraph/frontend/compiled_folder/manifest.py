@@ -27,8 +27,8 @@ NAME = "manifest.json"
 LARGEST_FILE = 1 << 30  # bytes
 ALWAYS = ("hydragraph", "python", "torch")
 _LIBRARIES = ("transformers", "peft")
-GPU = "the GPU architecture"  # key in `versions`, for folders compiled for a GPU
-_MAKERS = ("frontend", "ir", "kernels", "passes", "private")  # folders whose code determines graphs
+GPU = "the GPU architecture"  # key in `versions` of folders that were compiled for a GPU
+_MAKERS = ("frontend", "ir", "kernels", "passes", "private")  # hydragraph's folders whose code determines graphs
 
 
 class Refused(ValueError):  # noqa: N818
@@ -65,7 +65,7 @@ class Check:
 
     Attributes:
         model: one-line result of the comparison with the model, or "" if not compared.
-        stages: description of each passed `StageCheck` comparison, by key.
+        stages: key and description of each comparison of `StageCheck` that passed.
     """
 
     mode: str = "off"

@@ -41,7 +41,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 _FORMATS = frozenset({"contiguous_format", "preserve_format", "channels_last", "strided"})
 
-# Maximum absolute value of each type; JSON numbers can be larger.
+# Maximum absolute value of each type, because JSON numbers can be larger.
 _MOST: Mapping[type, float] = {bool: 1, int: 1 << 63, float: sys.float_info.max}
 
 

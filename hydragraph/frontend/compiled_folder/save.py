@@ -29,7 +29,7 @@ from hydragraph.spec.strategy import Strategy
 
 PROGRAM = "program.json"
 GRAPHS = "graphs"
-_ON_A_LINE = 3  # mappings with more nested levels are written on several lines
+_ON_A_LINE = 3  # mappings that are nested more deeply are written on several lines
 
 
 @dataclass(frozen=True, eq=False)

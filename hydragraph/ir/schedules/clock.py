@@ -41,7 +41,7 @@ from operator import itemgetter
 
 from hydragraph.ir.schedules.schedule import Action, ScheduleShape, Work
 
-Ticks = int  # time in a unit for which all times are integers
+Ticks = int  # time in a unit that makes all times integers
 
 
 @dataclass(frozen=True)

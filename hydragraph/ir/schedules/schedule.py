@@ -41,7 +41,7 @@ class Work(Enum):
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
 
-    __hash__ = object.__hash__  # faster than Enum's hash of the name
+    __hash__ = object.__hash__  # this is faster than Enum's hash, which hashes the name
 
 
 # Kinds of work that compute the gradient of a stage's input.
@@ -66,7 +66,7 @@ class Action(NamedTuple):
         return f"{self.work.value}{pipeline}{self.micro_batch}{visit}"
 
 
-Place = tuple[int, int]  # (row, visit) of a stage
+Place = tuple[int, int]  # row and visit of a stage
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class ScheduleTable(NamedTuple):
 
     Attributes:
         work: index in `WORKS` of each action's kind; -1 after a row's last action.
-        skip: index of the row's next action with a smaller micro-batch number.
+        skip: for each action, the index of the row's next action with a smaller micro-batch number.
         stage: stage of each action; with interleaved stages, the table's last rows are empty.
     """
 
@@ -175,7 +175,7 @@ class Schedule:
         return cls(title[1], tuple(rows))
 
     def in_flight(self, stage: int) -> int:
-        """Return the largest number of micro-batches between forward and last gradient on a row."""
+        """Return the largest number of micro-batches that a row has started and not finished (last gradient)."""
         row = self.actions[stage]
         last = {(action.micro_batch, action.visit): i for i, action in enumerate(row)}
         alive = most = 0

@@ -45,7 +45,7 @@ def schedule_of(kind: str, shape: ScheduleShape, mode: Mode = "train") -> Schedu
 
 @lru_cache(maxsize=256)
 def most_in_flight(kind: str, stages: int) -> tuple[int | None, ...]:
-    """Return the largest number of micro-batches in flight on each stage (None: unlimited)."""
+    """Return the largest number of micro-batches in flight on each stage, or None if there is no limit."""
     count = stages + 1
     schedule = KINDS[kind](ScheduleShape.alone(stages, count))
     return tuple(most if most < count else None for most in map(schedule.in_flight, range(stages)))

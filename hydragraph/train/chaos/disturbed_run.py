@@ -25,14 +25,14 @@ from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent, read_events
 
 MACHINES = 2  # number of machines in a run with preemptions
-STEPS_PER_STRIKE = 5  # mean steps between injected faults
+STEPS_PER_STRIKE = 5  # mean number of steps between injected faults
 MOST_STEPS_PER_STRIKE = 60
 MOST_STEPS_PER_MACHINE = 1000
-CALM_STEPS = 10  # steps after the last fault
+CALM_STEPS = 10  # number of steps after the last fault
 _CENSUS_S = 0.5
 _END_S = 30.0
 _START_S = 1800.0
-_QUIET_S = 180.0  # maximum seconds between two steps
+_QUIET_S = 180.0  # a run hangs if it completes no step for this many seconds
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class DisturbedRun:
 
 
 ROUNDING = 1e-5  # relative difference of losses due to a different order of summation
-MARGIN = 10.0  # allowed difference, as a multiple of the difference between undisturbed runs
+MARGIN = 10.0  # largest allowed ratio to the difference between two undisturbed runs
 
 
 def departure(disturbed: DisturbedRun, undisturbed: DisturbedRun, control: DisturbedRun | None) -> int | None:
@@ -261,7 +261,7 @@ class _Striker:
     def _strike(self, strike: InjectedFault) -> bool:
         least = least_ranks(strike.kind)
         if len(self.victim.ranks()) < least:
-            return False  # wait until more ranks run
+            return False  # no fault is possible until more ranks run
         time.sleep(strike.delay_s)
         ranks = self.victim.ranks()
         if len(ranks) < least:

@@ -89,7 +89,7 @@ def replan(question: ReplanQuestion) -> Replanned:
 
 
 def _at_once(question: ReplanQuestion) -> Replanned:
-    from hydragraph.planner.immediate_plan import plan_at_once, sample  # loads numba and scipy
+    from hydragraph.planner.immediate_plan import plan_at_once, sample  # this import loads numba and scipy
     from hydragraph.planner.price_mini_batches import traffic_in_line
     from hydragraph.spec.training_workload import Workload
 

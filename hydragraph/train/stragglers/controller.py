@@ -32,7 +32,7 @@ from hydragraph.train.stragglers.straggler_state import LearnedSlowdown, SlowRan
 
 LAST = 8  # number of recent mini-batches to plan for
 GAIN = 0.05  # minimum fraction of the step time that a switch must save
-COOLDOWN = 6  # minimum steps between two switches, unless a rank is lost
+COOLDOWN = 6  # minimum number of steps between two switches, unless a rank is lost
 COST_S = 2.0  # assumed seconds of a switch, until the first switch is measured
 
 
@@ -89,7 +89,7 @@ class Controller:
         self._at_once = False  # whether the last question was for a quick plan
         self._corrected = False  # whether costs have changed since the last question
         self._switched_at: int | None = None
-        self._coming: _Coming | None = None  # switch that is being prepared or made
+        self._coming: _Coming | None = None  # the switch of plans that is being prepared or made
         self._lengths: deque[tuple[int, ...]] = deque(maxlen=LAST)
         self._seconds: deque[float] = deque(maxlen=NEEDED)
         self._rehearsing = replanning is not None

@@ -28,13 +28,13 @@ from dataclasses import dataclass
 from statistics import median, median_low
 from typing import Any, TypeVar
 
-CALIBRATION = 5  # iterations before the factor of a kind of work is used
+CALIBRATION = 5  # minimum number of iterations before the factor of a kind of work is used
 WINDOW = 32  # number of iterations over which medians are taken
 NEEDED = 3
 OF = 4
 CERTAIN = 3.0
 CHANGE = 1.25  # minimum reported change of a straggler's rate, as a factor
-PARTIAL = 0.85  # ignore a first slow iteration whose slowdown is below this fraction of later slowdowns
+PARTIAL = 0.85  # the first slow iteration is ignored if its slowdown is below this fraction of later slowdowns
 LITTLE = 0.1
 SHARED = 0.5  # calibrated kinds of work must cover at least this fraction of a rank's predicted time
 
@@ -102,7 +102,7 @@ class Estimator:
         for residuals in self._healthy:
             for rank, value in residuals.items():
                 by_rank.setdefault(rank, []).append(value)
-        # Relative to each rank's median, so that a constantly slow rank adds no noise.
+        # Deviations are relative to each rank's median, so that a constantly slow rank adds no noise.
         middles = {rank: median(values) for rank, values in by_rank.items()}
         deviations = sorted(abs(value - middles[rank]) for rank, values in by_rank.items() for value in values)
         if len(deviations) < 3:

@@ -30,7 +30,7 @@ from hydragraph.spec.home import Home
 GAIN = 1.2  # minimum gain of a move, as a multiple of its cost
 GRADIENT_BYTES = 4
 ROUNDED = 100  # shares are rounded to 1/100 of the largest share, so that noise does not change them
-TIGHT = 1.01  # rounded shares may need this multiple of the memory of exact shares
+TIGHT = 1.01  # rounded shares may need this many times the memory of exact shares
 
 
 @dataclass(frozen=True)
