@@ -180,7 +180,8 @@ _NO_TEXTS: dict[str, str] = {
 }
 
 
-_ABOUT = ("README", "LICENSE")  # ignored if all other files of the directory have suffixes in `_NO_TEXTS`
+# Such a file is ignored if all other files of the directory have suffixes in `_NO_TEXTS`.
+_ABOUT = ("README", "LICENSE")
 # Names of splits, as in `datasets`.
 _TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 _EVALUATION = re.compile(r"(?<![a-z])(test(ing)?|val|valid(ation)?|dev|eval(uation)?)(?![a-z])", re.IGNORECASE)
@@ -261,7 +262,7 @@ def _inside(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
         for name in sorted(names):
             path = Path(folder, name)
             matches = suffixes is None or _ends_in(path, suffixes)
-            if matches and not name.startswith(".") and path.is_file():  # not a pipe or a dangling link
+            if matches and not name.startswith(".") and path.is_file():  # skip pipes and links that lead nowhere
                 yield path
 
 

@@ -17,24 +17,24 @@ Messages = tuple[Mapping[str, Any], ...]
 Format = Literal["text", "chat", "completion", "alpaca", "tokens", "preference"]
 FORMATS = ("auto", *get_args(Format))
 
-# Speaker names of ShareGPT and LLaMA-Factory -> roles.
+# Roles for the speaker names of ShareGPT and LLaMA-Factory.
 _SPEAKERS = {
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "bard", "bing", "claude", "model", "function_call"), "assistant"),
     **dict.fromkeys(("function_response", "observation"), "tool"),
 }
-_ROLES = ("user", "assistant", "system", "tool")  # in any letter case
+_ROLES = ("user", "assistant", "system", "tool")  # names are compared without regard to case
 _INSTRUCTION, _SYSTEM, _HISTORY = "instruction", "system", "history"
 _INPUTS = ("input", "context")
 _OUTPUTS = ("output", "response")
 PAIRS = (("question", "answer"), ("prompt", "response"), ("query", "response"), ("input", "output"))
 PROMPTS = ("question", "query", "input")
 _TEMPLATE_ARGUMENTS = "chat_template_kwargs"
-_CONVERSATIONS = "conversations"  # in LLaMA-Factory's files, the messages before a pair of answers
+_CONVERSATIONS = "conversations"  # field of LLaMA-Factory's files with the messages before a pair of answers
 _IDS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
 ASSISTANT = "assistant"
-_NO_LABEL = -100  # ignored by PyTorch's cross entropy
-_UNTRAINED = ("weight", "train", "training")  # fields whose value 0 excludes a message from training
+_NO_LABEL = -100  # PyTorch's cross-entropy ignores this label
+_UNTRAINED = ("weight", "train", "training")  # fields in which the value 0 excludes a message from training
 # Message fields never reported as unread.
 OF_MESSAGES = frozenset({"role", "content", "weight", "tool_calls", "tool_call_id", "name", "id"})
 
@@ -309,7 +309,7 @@ PLAIN = FieldNames()
 
 
 def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Messages]:
-    """Yield both conversations, with weight 0 for equal first messages that are not last."""
+    """Yield both conversations, in which the first messages that they share get weight 0, except a last message."""
     most = min(len(chosen), len(rejected)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     for messages in (chosen, rejected):
@@ -444,7 +444,7 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
         converted["tool_calls"] = _calls(calls, where)
     if content is None and not calls:
         raise ValueError(f"{where}: a message of {role} has neither content nor tool_calls: add content")
-    converted.setdefault("content", "")  # templates require a string
+    converted.setdefault("content", "")  # templates require the content to be a string
     if role == ASSISTANT and not (calls or converted["content"].strip() or converted.keys() - OF_MESSAGES):
         converted["weight"] = 0
     return converted

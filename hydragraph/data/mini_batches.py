@@ -17,7 +17,7 @@ from hydragraph.data.token_file import TokenFile
 Split = Literal["train", "heldout"]
 _Indices = npt.NDArray[np.int64]
 IGNORED = -100  # ignore_index of PyTorch
-_SPLIT_KEY = (0, 0)  # key for `_shuffle`, independent of the run's seed
+_SPLIT_KEY = (0, 0)  # key for `_shuffle`, which does not depend on the run's seed
 _EPOCH_STREAM = 1
 _CONFIG_FIELDS = {
     "file": "data",
@@ -284,7 +284,8 @@ class MiniBatches(Mixture):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a result of `state_dict`. Raise a ValueError if the file or the settings differ."""
         for name, mine in self._settings.items():
-            theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))  # absent in earlier versions
+            # Earlier versions did not save this.
+            theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))
             if theirs != mine:
                 raise ValueError(
                     f"mini-batch state: saved {name} is {theirs!r}, but this stream's is {mine!r}: "

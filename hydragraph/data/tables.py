@@ -12,8 +12,8 @@ from hydragraph.data.json_object import read_object
 
 _KINDS = {".parquet": "Parquet", ".arrow": "Arrow", ".csv": "CSV", ".tsv": "TSV"}
 SUFFIXES = tuple(_KINDS)
-_ROWS = 4096  # rows in memory at a time
-_CSV_BYTES = 1 << 24  # bytes in memory at a time, and maximum size of a row
+_ROWS = 4096  # maximum number of rows in memory at a time
+_CSV_BYTES = 1 << 24  # maximum number of bytes in memory at a time, and maximum size of a row
 _REMEDY = "save the dataset again"
 
 Row = Mapping[str, Any]
@@ -82,7 +82,7 @@ def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
             return
         with pyarrow.memory_map(str(path)) as source:
             try:
-                reader = ipc.open_stream(source)  # the format of `datasets`
+                reader = ipc.open_stream(source)  # this is the format in which `datasets` saves
                 batches = reader
             except pyarrow.ArrowInvalid:
                 reader = ipc.open_file(source)

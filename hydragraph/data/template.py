@@ -120,8 +120,8 @@ class _Way:
     """Message format that a template expects.
 
     Attributes:
-        parts: contents are lists.
-        texts: tool arguments are JSON text.
+        parts: whether contents are lists.
+        texts: whether tool arguments are JSON text.
     """
 
     parts: bool
@@ -257,7 +257,7 @@ class _Written:
     def _before(self, i: int) -> str:
         try:
             return self._text(self._messages[:i], prompt=True)
-        except ValueError:  # many templates require messages[0]
+        except ValueError:  # many templates fail without messages[0]
             if i or (content := self._region(self._messages, 0)) is None:
                 raise
             return self.text[: content[0]]

@@ -36,7 +36,7 @@ _MAGIC = b"HGTOKENS"
 _VERSION = 2
 _HEADER_BYTES = 128
 _FIELDS = struct.Struct("<8sIIQQIII32s")
-# Batches are large enough for parallel encoding, and fit in memory.
+# A batch is large enough to be encoded in parallel, and small enough for memory.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 22
 _READ_BYTES = 1 << 24
@@ -93,7 +93,7 @@ class TokenFile:
     def open(cls, path: Path) -> TokenFile:
         """Map a file and check its header, size and offsets, but not its tokens."""
         header = _read_header(path)
-        # asarray, because operations on a memmap would return memmaps.
+        # `asarray` is used because operations on a memmap would return memmaps.
         tokens = np.asarray(np.memmap(path, f"<u{header.item_bytes}", "r", _HEADER_BYTES, (header.tokens,)))
         offsets = np.asarray(np.memmap(path, "<i8", "r", header.offsets_at, (header.documents + 1,)))
         lengths = np.diff(offsets).astype(np.int64, copy=False)

@@ -24,7 +24,7 @@ from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_dev
 if TYPE_CHECKING:
     import triton.language as tl
 
-UNIT = 16  # for multiples of this size, Triton uses wide accesses
+UNIT = 16  # if lengths are multiples of this, Triton uses wide memory accesses
 _BLOCK = 1024
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 

@@ -308,7 +308,8 @@ def _needs_tiles(settings: AttentionSettings, length: int) -> bool:
 
 def _sizes(call: AttentionCall) -> tuple[Any, ...]:
     bounds = call.starts.to(torch.int32)
-    most = int(call.longest) or int(call.starts.diff().max())  # reading `max` waits for the device
+    # Reading the result of `max` makes the host wait for the device.
+    most = int(call.longest) or int(call.starts.diff().max())
     return bounds, bounds, most, most, 0.0
 
 

@@ -22,7 +22,7 @@ class AttentionSettings:
         return self.window is None and self.cap is None
 
     def sides(self) -> tuple[int | None, int | None]:
-        """Return the maximum distance to earlier and to later keys; None: no limit."""
+        """Return the maximum distances to earlier keys and to later keys; None means no limit."""
         distance = None if self.window is None else self.window - 1
         return distance, 0 if self.causal else distance
 

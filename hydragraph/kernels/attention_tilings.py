@@ -15,7 +15,7 @@ class Tiling:
     """Query rows and key columns of a tile of scores.
 
     Attributes:
-        stages: number of tiles that are loaded ahead of use.
+        stages: number of tiles that are loaded before they are used.
         exact: whether to use one fp32 product, not three tf32 products, which need more registers.
     """
 
@@ -40,8 +40,8 @@ class Tilings:
     keys: Tiling
 
 
-# Padded head size -> tilings that neither spill registers nor exceed the shared memory: 227 KB on Hopper and Blackwell
-# data center GPUs, at least 99 KB on other GPUs since Ampere.
+# For each padded head size, tilings that neither spill registers nor exceed the shared memory: 227 KB on Hopper and
+# Blackwell data center GPUs, at least 99 KB on other GPUs since Ampere.
 _HOPPER = {
     64: Tilings(Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 2), Tiling(64, 128, 8, 2)),
     128: Tilings(Tiling(128, 128, 8, 2), Tiling(128, 64, 8, 2), Tiling(32, 128, 8, 2)),
@@ -65,7 +65,7 @@ INTERPRETED = Tilings(Tiling(32, 32, 4, 1), Tiling(32, 16, 4, 1), Tiling(16, 32,
 
 
 def tilings(dtype: torch.dtype, capability: tuple[int, int], plain: bool) -> Mapping[int, Tilings]:
-    """Return tilings by padded head size; `plain`: without window and cap."""
+    """Return the tilings for each padded head size; `plain` means without window and cap."""
     if dtype == torch.float32:
         return _ANY_FP32 if plain else _ANY_FP32_LIMITED
     return _HOPPER if plain and (9, 0) <= capability < (12, 0) else _ANY

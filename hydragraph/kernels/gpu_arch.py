@@ -10,7 +10,7 @@ class GpuArch:
     """Architecture of an NVIDIA GPU.
 
     Attributes:
-        gpu: driver's name for the GPU with these specifications.
+        gpu: name that the driver gives to the GPU with these specifications.
         shared_bytes: maximum shared memory per thread block.
         flops_per_s: speed of dense bf16 matrix products.
         link_bytes_per_s: bandwidth of NVLink in each direction.

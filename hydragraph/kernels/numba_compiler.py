@@ -30,7 +30,7 @@ _DIGEST = hashlib.sha256().digest_size
 _INSTALLED = Path(__file__).parent / "compiled"  # filled by `setup.py`
 _MOST = 3000
 
-# Logged warnings, and folders for which compilation was announced.
+# Warnings that were logged, and folders for which compilation was announced.
 _said: list[str] = []
 _announced: list[str] = []
 
@@ -43,7 +43,7 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
     """Decorate a function that numba compiles on its first call and caches on disk.
 
     Args:
-        quick: whether compilation takes at most a second and need not be announced.
+        quick: whether compilation takes at most a second, so that it is not announced.
         shared: whether both Python code and compiled functions call the function. If not, compiled callers get a
             version without Python wrapper, which compiles faster.
     """

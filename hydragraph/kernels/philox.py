@@ -23,8 +23,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 _WORD = 0xFFFFFFFF
-_BLOCK = 16  # bits of a call's number
-_TOGETHER = 1 << 16  # evaluations that fit in a CPU's cache
+_BLOCK = 16  # number of bits for the number of a call
+_TOGETHER = 1 << 16  # number of evaluations that fit in a CPU's cache
 
 
 def key_of(seed: int, step: int) -> int:

@@ -15,9 +15,9 @@ from hydragraph.kernels.new_tensors import wide_dtype
 
 aten = torch.ops.aten
 
-# Maximum queries per tile; in larger tiles, a query is multiplied with more keys outside its window.
+# Maximum number of queries per tile; in larger tiles, a query is multiplied with more keys outside its window.
 _ROWS = 128
-# Maximum scores per tile: 16 MB in fp32.
+# Maximum number of scores per tile, which take 16 MB in fp32.
 _SCORES = 1 << 22
 
 

@@ -27,9 +27,9 @@ def accumulate(variant: Variant) -> Variant:
         return variant
     graph = fx.Graph()
     results: Any = graph.graph_copy(variant.backward.graph, {})
-    # The hidden state's gradient is not summed.
+    # The gradient of the hidden state is not added to a sum.
     gradients = dict(zip(variant.gradients, results, strict=True))
-    # The output must count as a user of each gradient.
+    # The graph's output must count as a user of each gradient.
     graph.output(results)
     products = {
         n: product for n, node in gradients.items() if n != "hidden" and (product := _product(node)) is not None

@@ -49,8 +49,8 @@ def _pulled(instruction: Instruction) -> set[Value]:
 
 
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
-    """Return the first index in a rank's work where waiting for pushes delays no other rank."""
-    # All ranks of a stage need the same index, but only some send.
+    """Return the first index in a rank's work at which a wait for pushes does not delay other ranks."""
+    # All ranks of a stage need the same index, although only some of them send.
     if not first_stage:
         return len(work)
     return max((i + 1 for i, instruction in enumerate(work) if instruction.stream is Stream.P2P), default=0)

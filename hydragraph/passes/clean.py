@@ -17,11 +17,12 @@ aten = torch.ops.aten
 GRAD_MODE = "wrap_with_set_grad_enabled"
 AUTOCAST = "wrap_with_autocast"
 NO_OPS = CASTS | {aten.alias.default, aten.dropout.default, aten.contiguous.default}
-# Assertions cover only the traced sizes, unlike `prove_sizes`.
+# Assertions only check the traced sizes; `prove_sizes` proves more.
 ASSERTIONS = frozenset(
     {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 )
-IMPURE = frozenset({"output", "placeholder", "addmm_"})  # operations and methods that are kept even if unread
+# Operations and methods that are kept even if their results are not used.
+IMPURE = frozenset({"output", "placeholder", "addmm_"})
 SYNONYMS = {
     "absolute": "abs",
     "divide": "div",
@@ -98,7 +99,7 @@ def _is_no_op(node: fx.Node) -> bool:
         return False
     if node.target is aten.contiguous.default and not before.is_contiguous():
         return False
-    # Meta devices come from tracing, not from models.
+    # Tracing, not the model, causes meta devices in a graph.
     return bool(before.dtype == after.dtype and (before.device == after.device or after.device.type == "meta"))
 
 

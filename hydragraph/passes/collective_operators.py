@@ -24,7 +24,7 @@ from torch.library import define, register_autograd, register_fake
 from hydragraph.kernels.linear_cross_entropy import keep_gradients, like_gradients, scale_gradients
 from hydragraph.kernels.linear_token_losses import keep_operands, like_losses, token_gradients
 
-# Collectives that multiply or divide a dimension by the number of ranks -> their backwards.
+# Collectives that multiply or divide a dimension by the number of ranks, each with its backward.
 _LONGER = {"tp_gather": "tp_scatter", "tp_join": "tp_split"}
 _SHORTER = {"tp_scatter": "tp_gather", "tp_split": "tp_join"}
 _HEAD = "Tensor hidden, Tensor weight, Tensor labels, Tensor start, SymInt ignored, SymInt rows"
@@ -92,8 +92,8 @@ METHODS = {
     torch.ops.hydragraph.tp_head_loss.default: "head_loss",
     torch.ops.hydragraph.tp_head_token_losses.default: "head_token_losses",
 }
-# Collective -> n: in a ring of t ranks, each rank sends n (t - 1) / t unsharded tensors (Patarasuk and Yuan, 2009). The
-# few numbers per token that a sharded head's loss sends are not counted.
+# For each collective, n: in a ring of t ranks, each rank sends n (t - 1) / t unsharded tensors (Patarasuk and Yuan,
+# 2009). The few numbers per token that a sharded head's loss sends are not counted.
 SENT = {
     "all_reduce": 2,
     SUMMED: 2,
@@ -105,5 +105,5 @@ SENT = {
     "head_token_losses": 0,
 }
 STARTS = {name: f"start_{name}" for name in ("all_reduce", SUMMED, "all_gather", "reduce_scatter")}  # can overlap
-RESULT = "result"  # waits for a started collective
+RESULT = "result"  # the operator that waits for a started collective
 IDENTITY = torch.ops.hydragraph.tp_enter.default

@@ -1,7 +1,7 @@
-"""Pass `compile_variant`: compile a variant's graphs with Inductor, in pieces between operators that are not compiled.
+"""Pass `compile_variant`: compile the parts of a variant's graphs with Inductor that lie between uncompiled operators.
 
-Collectives stay uncompiled, as do operators whose compiled sums are not deterministic. Sequences of operators with too
-little to fuse, such as views and one matrix product, also stay uncompiled.
+Collectives stay uncompiled, as do operators whose compiled sums are not deterministic. Sequences of operators that
+offer too little to fuse, such as views and one matrix product, also stay uncompiled.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def compile_variant(
 
     Args:
         variant: variant traced on CPU with contiguous weights.
-        strides: parameter name -> strides of the parameter's shard in a flat buffer.
+        strides: for each parameter name, the strides of the parameter's shard in a flat buffer.
         device: device of the inputs, except 0-d integers, which are on the CPU.
 
     Raises:
@@ -151,8 +151,8 @@ class GraphPiece(nn.Module):
 class _Outer:
     module: fx.GraphModule
     graph: fx.Graph = field(default_factory=fx.Graph)
-    new: dict[fx.Node, fx.Node] = field(default_factory=dict)  # node -> its copy
-    values: dict[fx.Node, Any] = field(default_factory=dict)  # node -> its fake value
+    new: dict[fx.Node, fx.Node] = field(default_factory=dict)  # the copy of each node
+    values: dict[fx.Node, Any] = field(default_factory=dict)  # the fake value of each node
     sizes: dict[Any, fx.Node] = field(default_factory=dict)  # symbol -> node
     parts: dict[str, Any] = field(default_factory=dict)
 

@@ -80,7 +80,7 @@ class Variant:
 
     def __getattr__(self, name: str) -> Any:
         if name in _GRAPHS:
-            with _DECODING:  # threads may request graphs concurrently
+            with _DECODING:  # several threads may request graphs at the same time
                 if "_data" in vars(self):
                     vars(self).update(zip(_GRAPHS, decode(vars(self)["_data"]), strict=True))
                     del vars(self)["_data"]
@@ -153,7 +153,7 @@ def _output(graph: fx.GraphModule, values: list[fx.Node]) -> None:
 
 def _bind(module: fx.GraphModule) -> bool:
     graph = module.graph
-    # "enter" has no effect: a separate operator sums gradients.
+    # "enter" has no effect here, because a separate operator sums gradients.
     for node in [n for n in graph.nodes if n.target is IDENTITY]:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)

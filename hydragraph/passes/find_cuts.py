@@ -44,7 +44,7 @@ from hydragraph.private.operator_schemas import has_tag
 
 aten = torch.ops.aten
 
-# Minimum number of sharded units (except heads) that is worth the communication.
+# Minimum number of units, unless they are heads, for which sharding is worth the communication.
 NARROWEST = 16
 
 
@@ -57,7 +57,7 @@ class _Conflict(Exception):  # noqa: N818
 
 
 def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None, excluded: set[str]) -> Cuts:
-    """Find the cuts of a forward graph, but keep parameters named in `excluded` whole."""
+    """Find the cuts of a forward graph. Parameters that are named in `excluded` stay whole."""
     excluded = excluded | {p.name for p in parameters if not all(_cuts(user, p) for user in p.users)}
     banned: set[fx.Node] = set()
     origins: dict[fx.Node, Origin] = {}
@@ -201,8 +201,9 @@ class _Walk:
                 return chain if self._may_cut(node, chain[0][0]) else []
             inputs = node.all_input_nodes
             rows = chosen_rows(node)
-            added = 0 if rows is None else len(shape(node)) - len(shape(rows))  # 1 if indices [1, T] choose the rows
-            if rows is not None and min(dim, dim - added) > 0:  # the chosen rows are dimension 0
+            # 1 if indices of shape [1, T] select the rows.
+            added = 0 if rows is None else len(shape(node)) - len(shape(rows))
+            if rows is not None and min(dim, dim - added) > 0:  # the selected rows are along dimension 0
                 node = rows
                 dim -= added
             elif node.target is aten.squeeze.dim and len(shape(node)) < len(shape(inputs[0])):

@@ -24,7 +24,7 @@ delta_rule = torch.ops.hydragraph.gated_delta_rule.default
 causal_convolution = torch.ops.hydragraph.causal_convolution.default
 # Operators whose fourth argument is cu_seqlens.
 ALONG_SEQUENCES = ATTENDING | {delta_rule, causal_convolution}
-# Matched by name: some releases of transformers do not register `grouped_mm_fallback`.
+# These are matched by name, because some releases of transformers do not register `grouped_mm_fallback`.
 GROUPED = frozenset({"aten._grouped_mm.default", "aten.grouped_mm.default", "transformers.grouped_mm_fallback.default"})
 CASTS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default})
 COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.detach.default})

@@ -41,9 +41,9 @@ _LOG = logging.getLogger(__name__)
 # Models' numbers are smaller than these primes, and P times a weight's number of elements fits in 64 bits.
 SHARE = 268_435_399  # P
 RANKS = 134_217_689  # Q
-_UNBOUNDED = frozenset({2**63 - 1, -(2**63)})  # bounds of an unlimited slice
+_UNBOUNDED = frozenset({2**63 - 1, -(2**63)})  # start and end of a slice without limits
 _KEPT = 16  # cached traces
-_traces: LRU[str, Mapping[str, Any] | None] = LRU(_KEPT)  # encoded, because later passes may change sizes
+_traces: LRU[str, Mapping[str, Any] | None] = LRU(_KEPT)  # stored as data, because later passes may change sizes
 
 
 class _NotProvenError(Exception):
@@ -112,7 +112,7 @@ def _plain(spec: VariantSpec) -> VariantSpec:
 def _decoded(data: Mapping[str, Any]) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     (joint,) = decode(data)
     for node in joint.graph.nodes:
-        value_of(node)  # also stores the value where partitioners expect it
+        value_of(node)  # this call also stores the value where partitioners expect it
     return joint, [value_of(node) for node in placeholders_of(joint)]
 
 
@@ -132,7 +132,7 @@ def _wide_trace(
     try:
         sharded = shard(template, wide, part, fused_head)
         joint, values = _traced(spec, sharded)
-        if assumptions(values):  # encoded graphs do not include assumptions
+        if assumptions(values):  # graphs stored as data do not include assumptions
             return None
         return encode(sharded.graph), encode(joint)
     except Exception as error:

@@ -18,7 +18,7 @@ from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind, copying, fetched, offloaded
 from hydragraph.passes.place import Placement
 
-SMALL_BYTES = 1 << 16  # size at which a copy's fixed cost equals its transfer time
+SMALL_BYTES = 1 << 16  # bytes for which a copy's fixed cost equals its transfer time
 
 
 def moves(size: int) -> bool:
@@ -31,9 +31,10 @@ def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     if stage is None or not stage.offload:
         return program
     computing = [i for i in program.instructions if i.op in (Op.FORWARD, Op.BACKWARD) and i.target != "aux"]
-    made: dict[Value, int] = {}  # saved value -> index of its forward
-    offloads: dict[int, Instruction] = {}  # index of the preceding forward -> offload
-    before: defaultdict[int, list[Instruction]] = defaultdict(list)  # index of the next computation -> instructions
+    made: dict[Value, int] = {}  # for each saved value, the index of its forward
+    offloads: dict[int, Instruction] = {}  # for each index of a forward, the offload that follows
+    # For each index of a computation, the instructions that precede it.
+    before: defaultdict[int, list[Instruction]] = defaultdict(list)
     for number, computation in enumerate(computing):
         made.update((value, number) for value in computation.writes if value.kind is ValueKind.SAVED)
         for value in computation.reads:

@@ -54,7 +54,7 @@ def _in_order_of_sends(
 ) -> list[Instruction]:
     """Move receives earlier, into the order of each peer's sends."""
     receives = [i for i, instruction in enumerate(instructions) if instruction.op is Op.RECEIVE]
-    before: defaultdict[int, list[int]] = defaultdict(list)  # index -> receives moved there
+    before: defaultdict[int, list[int]] = defaultdict(list)  # for each index, the receives that are moved there
     for peer in dict.fromkeys(instructions[i].partner for i in receives):
         at = {instructions[i].writes[0]: i for i in receives if instructions[i].peer == peer}
         first = len(instructions)

@@ -24,7 +24,7 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     Pulls come first, in block order. Pushes of trainable buckets follow in reverse order. Messages in flight are freed
     before the commit.
     """
-    if placement.streams:  # receives posted early would delay pulls and pushes
+    if placement.streams:  # receives that are posted early would delay pulls and pushes
         placed = _with_ends(placement, program.rank, program.instructions)
     else:
         placed = _with_exchanges(placement, mode, program)
@@ -115,7 +115,7 @@ def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> 
       (`ir.schedules.clock`), the wait precedes the send of d{k}.{m + n}.
     """
     ended: list[Instruction] = []
-    sent: defaultdict[Value, list[Value]] = defaultdict(list)  # value -> its messages
+    sent: defaultdict[Value, list[Value]] = defaultdict(list)  # the messages of each value
     for instruction in work:
         before: list[Value] = []
         if instruction.op is Op.BACKWARD:

@@ -28,7 +28,7 @@ def overlap_collectives(variant: Variant) -> Variant:
 def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    started: dict[fx.Node, fx.Node] = {}  # unread collective -> its start
+    started: dict[fx.Node, fx.Node] = {}  # the start of each collective whose result has not been read yet
 
     def copy(nodes: Iterable[fx.Node]) -> None:
         for node in nodes:

@@ -77,7 +77,7 @@ class ScheduleGroup:
     """Pipelines that are scheduled together.
 
     Attributes:
-        numbers: ranks of a stage -> row of the stage in `shape`.
+        numbers: row in `shape` of each stage, by the stage's ranks.
     """
 
     pipelines: tuple[int, ...]
@@ -192,7 +192,7 @@ def require_whole_backward(strategy: Strategy, what: str, otherwise: str) -> Non
         )
 
 
-@lru_cache(maxsize=4)  # one placement for all ranks
+@lru_cache(maxsize=4)  # all ranks share one placement
 def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...]) -> Placement:
     if strategy.layers != outline.layers:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Cache of the most recently used values."""
+"""Cache that keeps the most recently used values."""
 
 from __future__ import annotations
 

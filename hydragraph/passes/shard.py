@@ -85,7 +85,7 @@ def shard(
     """Instantiate a template for one rank of a stage.
 
     Args:
-        parameters: local name -> parameter of any block that uses the template.
+        parameters: for each local name, the parameter of any block that uses the template.
 
     Raises:
         Unsupported: the degree cannot shard a parameter or operator.
@@ -142,8 +142,8 @@ class _Rewrite:
     """Single pass over an annotated template that writes the local graph.
 
     Attributes:
-        copied: node of the template -> local node, in the state given by `cuts` and `parts`.
-        converted: (collective, node of the template) -> result of the collective.
+        copied: for each node of the template, the local node, whose state `cuts` and `parts` give.
+        converted: result of each collective on each node of the template.
     """
 
     def __init__(self, cuts: Cuts, parameters: Mapping[fx.Node, Parameter], part: StagePart, fused_head: bool) -> None:
@@ -235,7 +235,7 @@ class _Rewrite:
         return self.graph.call_function(target, args)
 
     def _write(self, node: fx.Node) -> fx.Node:
-        # Operators without a case below treat a shard like the whole value.
+        # Operators that are not handled below treat a shard like the whole value.
         if node.target is communicate:
             return self._communicate(node)
         if node in self.cuts.rows:
@@ -372,7 +372,7 @@ class _Rewrite:
         if cut is None or dim != cut.dim:
             return self._copy(node)
         if is_slice and len(operands(node)) > 4 and operands(node)[4] != 1:
-            return self._copy(node)  # a rank's part begins at a multiple of the step
+            return self._copy(node)  # the first element of a rank's part is a multiple of the step
         if is_slice:
             part = self.cuts.cut[node]
             before = Cut(cut.dim, cut.scale, cut.start, part.start - cut.start, cut.lead, cut.origins)

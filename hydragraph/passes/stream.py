@@ -59,8 +59,8 @@ class Streaming:
 
     Attributes:
         turns: exchanges in the order in which every rank enters them.
-        times: ranks of a stage -> computation -> time, in the stage's order.
-        names: (ranks of a stage, computation, operation) -> bucket -> name of the exchange.
+        times: for each stage (its ranks), the time of each computation, in the stage's order.
+        names: for each stage (its ranks), computation and operation: the name of each bucket's exchange.
     """
 
     turns: tuple[Turn, ...]
@@ -154,15 +154,16 @@ _START = Fraction(-1)  # before every computation
 class _Moment(NamedTuple):
     time: Fraction
     pushes: bool
-    place: int  # position in pull or push order
+    place: int  # position of an exchange in the order of pulls or pushes
     bucket: str
     streamed: bool
 
 
-_Served = tuple[PlacedStage, tuple[Computation, ...]]  # the computations of a stage that an exchange serves
+# The computations of a stage for which an exchange transfers data.
+_Served = tuple[PlacedStage, tuple[Computation, ...]]
 
 
-@lru_cache(maxsize=4)  # once for all ranks
+@lru_cache(maxsize=4)  # all ranks share the result
 def streaming(placement: Placement, mode: Mode) -> Streaming:
     """Return the exchanges of an iteration."""
     outline = placement.outline

@@ -32,7 +32,7 @@ class Cut:
     Attributes:
         scale: elements of the lead per entry of this value's dimension (1 for columns, D for heads), a fraction
             after attention whose value heads and query heads differ in size.
-        start: first of the lead's elements that this value covers.
+        start: index of the first of the lead's elements that this value covers.
         length: number of the lead's elements that this value covers.
         lead: the origin that `scale`, `start` and `length` refer to.
         origins: all origins of the value, sharded alike.
@@ -82,9 +82,9 @@ class Cuts:
     """Result of `find_cuts`: the cut of every sharded value, and the roles of products.
 
     Attributes:
-        cut: sharded node -> cut.
+        cut: cut of each sharded node.
         columns: column-parallel products and vocabulary-parallel embeddings.
-        unknown: replicated product -> operator without a rule, which prevents sharding the product.
+        unknown: for each replicated product, the operator without a rule that prevents sharding the product.
     """
 
     cut: dict[fx.Node, Cut] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
 from hydragraph.spec.stage_kind import StagePart
 
-COMPILE = "compile"  # the only device-specific pass
+COMPILE = "compile"  # only this pass depends on the device
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,12 @@ from hydragraph.spec.strategy import Strategy
 _LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-CAPACITY = 64  # large enough: models have about three templates, and strategies few degrees
+CAPACITY = 64  # this is large enough, because models have about three templates, and strategies few degrees
 
 
-_shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # variants of all programs
+_shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # variants of all programs in this process
 _seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # by graph pass
-_bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()  # eager variants by device
+_bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()  # eager variants for each device
 
 
 class Library(Protocol):

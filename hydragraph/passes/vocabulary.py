@@ -28,7 +28,7 @@ def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows:
     """
     weight, ids, *rest = args
     call = graph.call_function
-    # For tokens of other ranks, look up row 0 and multiply it by 0.
+    # If another rank has the token's row, look up row 0 and multiply it by 0.
     local = call(aten.sub.Tensor, (ids, start))
     here = _within(graph, local, rows)
     embedded = call(aten.embedding.default, (weight, call(aten.mul.Tensor, (local, here))))

@@ -48,7 +48,7 @@ def stage_kinds(
     program: Program, bucket: Bucket, placement: Placement, stages: Sequence[tuple[int, ...]], kinds_of: KindsOf
 ) -> list[dict[str, GradientKind]]:
     """Return the `bucket_kinds` of each stage."""
-    # The first rank represents its stage.
+    # The first rank of a stage represents all its ranks.
     parts = [placement.stage_of[ranks[0]].part_of(ranks[0]) for ranks in stages]
     return [bucket_kinds(program, bucket, part, kinds_of) for part in parts]
 
@@ -77,7 +77,7 @@ def bucket_kinds(program: Program, bucket: Bucket, part: StagePart, kinds_of: Ki
 
 
 def kinds_once(program: Program) -> KindsOf:
-    """Return a function that analyzes each template once per part of a stage."""
+    """Return a function that analyzes each template only once for each part of a stage."""
     kinds_by_template: dict[tuple[str, int, bool], Mapping[str, GradientKind]] = {}
 
     def kinds_of(block: Block, part: StagePart) -> Mapping[str, GradientKind]:

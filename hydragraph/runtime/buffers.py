@@ -16,9 +16,9 @@ from hydragraph.runtime.streams import DeviceStreams, Mark
 
 _LOG = logging.getLogger(__name__)
 
-AHEAD = 2  # maximum idle buffers of one size before `take` waits for the device to read one
+AHEAD = 2  # maximum number of idle buffers of one size; beyond it, `take` waits until the device has read one
 
-Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]  # by number of elements and dtype
+Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]  # idle buffers by number of elements and dtype
 
 
 class Buffers:
@@ -29,14 +29,14 @@ class Buffers:
         self._streams = streams or DeviceStreams()
         self._earlier: Idle = {}
         self._returned: Idle = defaultdict(list)
-        self._taken: dict[int, Tensor] = {}  # address -> buffer in use
+        self._taken: dict[int, Tensor] = {}  # buffers in use, by address
 
     def begin(self) -> None:
         """Start an iteration, and drop buffers that the last iteration did not use."""
         _log_dropped(self._earlier)
         self._earlier = self._returned
         self._returned = defaultdict(list)
-        self._taken.clear()  # a failed iteration may have left buffers
+        self._taken.clear()  # an iteration that failed may not have returned its buffers
 
     def trim(self) -> None:
         """Drop idle buffers, to lower peak memory."""
@@ -59,7 +59,7 @@ class Buffers:
         return buffer
 
     def give(self, tensor: Tensor) -> None:
-        """Take back a buffer that the current stream no longer reads; ignore tensors not from this pool."""
+        """Take back a buffer that the current stream no longer reads; ignore tensors that are not from this pool."""
         # Search by address, because the returned tensor may be another view of the buffer.
         buffer = self._taken.pop(tensor.data_ptr(), None)
         if buffer is not None:

@@ -111,7 +111,7 @@ class Deterministic:
 
     def check_count(self, sequences: int) -> None:
         """Raise `Unsupported` unless sums over this many sequences are exact."""
-        # Each rank of a stage may add a part per sequence; tied weights get two parts.
+        # Each rank of a stage may add one part per sequence, or two parts for tied weights.
         most = MOST // (2 * (self.degree or 1))
         if sequences > most:
             raise Unsupported(

@@ -26,9 +26,9 @@ from hydragraph.runtime.speed_probe import MOST_S, SIZES, SpeedProbe
 from hydragraph.runtime.streams import synchronise
 from hydragraph.version import __version__
 
-# Minimum ratio, within a device type, of a rank's speed to the median speed, and of two memory sizes.
+# Within a device type, minimum ratio of a rank's speed to the median speed, and minimum ratio of two memory sizes.
 ALIKE = 0.8
-# Maximum probes per device if devices of one name differ in speed; the fastest counts.
+# Maximum number of probes per device if devices with the same name differ in speed; the fastest probe counts.
 PROBES = 6
 COPIED = 1 << 25
 # Packages that must have the same version on all hosts.
@@ -139,7 +139,7 @@ def _new_name(own: DeviceReport, types: Mapping[str, Sequence[DeviceReport]]) ->
     if fastest is None:
         return own.name
     name = f"{own.name}-{round(100 * own.products_per_s / fastest.products_per_s)}"
-    if name in types:  # equal speed, but different memory
+    if name in types:  # these devices are equally fast, but differ in memory
         name = f"{name}-{own.memory_bytes / 1e9:.0f}gb"
     return name
 

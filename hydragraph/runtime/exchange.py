@@ -27,7 +27,7 @@ from hydragraph.kernels.slice_copy import SliceTable, slice_copy
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.pending_work import Finish
 
-Piece = tuple[int, int]  # offset and length, in elements
+Piece = tuple[int, int]  # offset and length of a piece, in elements
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class Exchange:
 
     @cached_property
     def whole(self) -> int:
-        """Number of sending peers if each sends all elements of the target, in order; otherwise 0."""
+        """If every sending peer sends all elements of the target in order, the number of these peers; otherwise 0."""
         peers = sum(map(bool, self.received))
         if any(length not in (0, self.target) for length in self.received):
             return 0
         at = 0
         for offset, length in self.receives:  # ordered by peer
-            # A peer's pieces must form one row of `incoming`.
+            # All pieces from one peer must form one row of `incoming`.
             if offset != at % self.target:
                 return 0
             at += length
@@ -207,7 +207,7 @@ class Transfer:
                 self.buffers.give(total)
             return home
 
-        push = Finish(finish, pushes[-1].message)  # messages of one communicator complete in order
+        push = Finish(finish, pushes[-1].message)  # messages of the same communicator complete in order
         return self._handed_on(push, handing, home)
 
     def _handed_on(self, push: Finish, handing: Exchange | None, home: Tensor) -> Finish:
@@ -269,7 +269,7 @@ class Transfer:
 
             return Finish(stay)
         if exchange.stays:
-            dtype = home.dtype  # gradients that are not sent are not rounded
+            dtype = home.dtype  # gradients are rounded only if they are sent
         # gloo's own reduce-scatter copies its input.
         if exchange.native and dtype == home.dtype and groups.world.backend == "nccl":
             message = groups.reduce_scatter(Channel.PUSH, home, gradients)
@@ -278,7 +278,7 @@ class Transfer:
         outgoing = self._gathered(gradients, dtype)
         if outgoing is not gradients:
             buffers.give(gradients)
-        if exchange.in_order and dtype == home.dtype:  # every element has one contribution
+        if exchange.in_order and dtype == home.dtype:  # every element has exactly one contribution
             return self._finish(self._send(Channel.PUSH, home, outgoing), lambda: home, outgoing)
         incoming = buffers.take(sum(exchange.received), dtype)
         message = self._send(Channel.PUSH, incoming, outgoing)

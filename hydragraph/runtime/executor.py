@@ -51,7 +51,7 @@ _MADE_BY = {
     ValueKind.COPYING: Stream.OFFLOAD,
     ValueKind.FETCHED: Stream.OFFLOAD,
 }
-SAYS = 5  # numbers that each rank sends at the commit
+SAYS = 5  # how many numbers `says` returns, which each rank sends at the commit
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,18 @@ class _Iteration:
     scored: ScoredSequences | None
     values: dict[Value, Any] = field(default_factory=dict)
     arriving: dict[Value, Pending | CopiedTensors] = field(default_factory=dict)  # includes outgoing messages
-    serving: dict[Value, Pending] = field(default_factory=dict)  # pulls in which this rank only sends
+    serving: dict[Value, Pending] = field(default_factory=dict)  # pulls to which this rank only sends data
     pushing: dict[Value, Pending] = field(default_factory=dict)
     pushed: bool = False
-    views: dict[Value, dict[str, Tensor]] = field(default_factory=dict)  # weights or gradients -> parameter -> shard
-    staying: dict[Value, set[int]] = field(default_factory=dict)  # saved values -> storages not to offload
+    # Shards by weights or gradients, and by parameter.
+    views: dict[Value, dict[str, Tensor]] = field(default_factory=dict)
+    # For each set of saved values, the storages that are not offloaded.
+    staying: dict[Value, set[int]] = field(default_factory=dict)
     received: set[Value] = field(default_factory=set)
-    consumed: list[Mark] = field(default_factory=list)  # after the device's reads of received values
-    added: set[str] = field(default_factory=set)  # parameters with a gradient
-    sums: dict[Value, list[Tensor]] = field(default_factory=dict)  # gradients -> exact sums
-    largest: Tensor | None = None  # the largest value added to `sums`
+    consumed: list[Mark] = field(default_factory=list)  # marks after the device's reads of received values
+    added: set[str] = field(default_factory=set)  # parameters that have a gradient
+    sums: dict[Value, list[Tensor]] = field(default_factory=dict)  # exact sums of gradients
+    largest: Tensor | None = None  # the largest value that was added to `sums`
 
 
 class Executor:
@@ -257,7 +259,7 @@ class Executor:
             return
         if pending.follows:
             self._begin_handing(it, value, pending)
-        with self.streams.on(stream):  # the compute stream must not wait
+        with self.streams.on(stream):  # the compute stream must not wait for this
             self._end(it, stream, under_way, value)
 
     def _pull(self, it: _Iteration, instruction: Instruction) -> None:
@@ -343,7 +345,7 @@ class Executor:
         shards = self._weights(it, instruction)
         gradients_in = (value for value in instruction.reads if value.kind is ValueKind.ACTIVATION_GRADIENT)
         tangent = next((it.values[value] for value in gradients_in), None)
-        if tangent is None:  # d loss / d (summed loss)
+        if tangent is None:  # derivative of the loss with respect to the summed loss
             tangent = torch.full((), 1.0 / it.divisor, dtype=loss_dtype(self._program), device=self._device)
         elif block.leaves:
             tangent = it.collectives.split(tangent, 1)
@@ -461,7 +463,7 @@ class Executor:
         (value,) = instruction.writes
         tokens = it.batches[value.micro_batch]["input_ids"].shape[1]
         it.consumed = [mark for mark in it.consumed if not self.streams.passed(mark)]
-        if len(it.consumed) >= AHEAD:  # the device still reads values that this rank has freed
+        if len(it.consumed) >= AHEAD:  # the device may still read values that this rank has freed
             self.streams.reach(it.consumed.pop(0))
         it.received.add(value)
         with self.streams.on(Stream.P2P), self._watch.communicating():
@@ -487,7 +489,7 @@ class Executor:
             for parameter, shard in self._shards(it, value).items():
                 if parameter not in it.added:
                     shard.zero_()
-            if total is not home:  # the bucket's next push has another buffer
+            if total is not home:  # the bucket's next push uses another buffer
                 it.added.difference_update(it.prepared.shards[value.bucket])
         it.values.pop(value, None)
         it.views.pop(value, None)
@@ -537,7 +539,8 @@ class Executor:
     def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Pending]) -> bool:
         """End exchanges in order, up to the first incomplete one; return whether any exchange ended."""
         before = len(under_way)
-        for value in [] if self.streams.queued else list(under_way):  # if queued, only the commit waits
+        # If the device queues waits, only the commit must wait.
+        for value in [] if self.streams.queued else list(under_way):
             if not under_way[value].ready:
                 break
             self._end(it, stream, under_way, value)

@@ -61,11 +61,11 @@ class HomeState:
     """One rank's master weights and gradients.
 
     Attributes:
-        weights: bucket name -> 1-D fp32 tensor of this rank's shard.
+        weights: 1-D fp32 tensor of this rank's shard, by bucket name.
         gradients: as `weights`, for trained buckets only.
         counted: views of gradients that this rank, as first owner, counts in norms.
-        pieces: parameter name -> part that this rank owns, possibly empty, in model order.
-        parameters: parameter name -> 1-D fp32 view into `weights`; has no `.grad` outside updates.
+        pieces: part that this rank owns of each parameter, possibly empty, in model order.
+        parameters: 1-D fp32 view into `weights` of each parameter; it has a `.grad` only during updates.
     """
 
     rank: int
@@ -221,7 +221,8 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
             where="optimizer",
             remedy="set requires_grad on the parameters to train before compiling, or pass optimizer=None to evaluate",
         )
-    whole = _whole_options(factory, state)  # first, because factories may store their last optimizer
+    # This call comes first, because the user's function may store the last optimizer that it made.
+    whole = _whole_options(factory, state)
     try:
         optimizer = call_factory(factory, named)
     except Unsupported:
@@ -255,7 +256,7 @@ def settings_of(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str
     """Return an optimizer's class and hyperparameters as text that is equal on all ranks.
 
     Args:
-        names: id of each parameter -> its name, to include the parameters of each group.
+        names: name of each parameter by its id; if given, the text includes the parameters of each group.
     """
     if optimizer is None:
         return "none"

@@ -67,7 +67,8 @@ def copy_to_host(saved: Sequence[Any], staying: Container[int]) -> HostCopy:
         key = (storage_address(value), value.dtype)
         if key not in storages:
             whole = value.as_strided((size // value.element_size(),), (1,), 0)
-            storages[key] = whole.to("cpu", non_blocking=True, copy=True)  # pinned if from a GPU
+            # Host memory is pinned if the tensor is on a GPU.
+            storages[key] = whole.to("cpu", non_blocking=True, copy=True)
         return SavedView(key, value.size(), value.stride(), int(value.storage_offset()))
 
     return HostCopy(tuple(moved(value) for value in saved), storages)

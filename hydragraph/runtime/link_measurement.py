@@ -18,11 +18,11 @@ from hydragraph.cluster.communicators import Groups
 from hydragraph.runtime.streams import synchronise
 from hydragraph.spec.cluster import Interconnect
 
-SIZES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
-LONGEST_S = 0.1  # if a message takes longer, no larger messages are sent
+SIZES = tuple(4**n for n in range(5, 13))  # message sizes in bytes, from 1 KiB to 16 MiB
+LONGEST_S = 0.1  # if a message takes longer than this, no larger messages are sent
 REPEATS = 3
-ROUNDS = 8  # maximum partners of each node
-# Minimum ratio of the bandwidths, and maximum ratio of the latencies, of links that count as equal.
+ROUNDS = 8  # maximum number of partners of each node
+# Links count as equal if their bandwidths have at least the first ratio, and their latencies at most the second.
 ALIKE = 0.8
 LATER = 2.0
 
@@ -72,7 +72,7 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
             link = link_of(times[by_node[one][0], by_node[other][0]])
             outbound[one] = _faster(outbound[one], link)
             inbound[other] = _faster(inbound[other], link)
-        if number < 1 + len(by_node) % 2:  # until every node was in a pair
+        if number < 1 + len(by_node) % 2:  # in these rounds, every node is in a pair at least once
             _count_cards(groups, by_node, games, times, cards)
     return MeasuredLinks(tuple(inner), tuple(outbound), tuple(inbound), tuple(cards), messages)
 
@@ -147,8 +147,8 @@ def one_way(seconds: float, before: Sequence[tuple[int, float]]) -> float:
     """Return a message's time, given the time until its answer arrives.
 
     Args:
-        before: (bytes, seconds) of smaller messages; the first takes as long as the answer. If empty, message and
-            answer have the same size.
+        before: bytes and seconds of smaller messages; the first of them takes as long as the answer. If empty, message
+            and answer have the same size.
     """
     return max(seconds - before[0][1] if before else seconds / 2, 1e-9)
 

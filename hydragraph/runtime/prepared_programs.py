@@ -31,7 +31,7 @@ from hydragraph.runtime.exchange import Exchange, hand_exchange, pull_exchange, 
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 
-CAPACITY = 64  # large, because micro-batch counts vary
+CAPACITY = 64  # the cache is large, because micro-batch counts vary
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +39,10 @@ class BoundBlock:
     """Block with this rank's graphs and their inputs.
 
     Attributes:
-        aux: template input -> index of the aux graph's output.
+        aux: for each template input, the index of the aux graph's output.
         starts: the first row of this rank's vocabulary shard, and the block's index, as inputs.
-        enters: whether, under sequence parallelism, the hidden state comes from another stage.
-        leaves: whether, under sequence parallelism, the result leaves the stage.
+        enters: under sequence parallelism, whether the hidden state comes from another stage.
+        leaves: under sequence parallelism, whether the result is sent to another stage.
     """
 
     variant: Variant
@@ -66,7 +66,7 @@ class Prepared:
         handings: exchanges to second owners, by the name of each bucket's last push.
         adds: pushes that add to the owners' gradients, because they follow another push of the bucket.
         at_home: buckets whose gradients accumulate directly in this rank's gradient shard.
-        shards: for each bucket that this rank uses, parameter name -> (offset, length) in the local buffer.
+        shards: for each bucket that this rank uses, each parameter's offset and length in the local buffer.
     """
 
     program: RankProgram

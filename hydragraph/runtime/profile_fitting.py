@@ -30,12 +30,12 @@ from hydragraph.spec.strategy_text import regular_pipeline
 Lengths = tuple[int, ...]  # lengths of sequences
 
 TOO_SMALL = "the device's memory is too small for micro-batches with enough tokens for a fit"
-WORST_RESIDUAL = 0.25  # root mean square relative error
-LEAST_QUADRATIC = 1e-3  # fraction of the longest micro-batch's time that is quadratic
-QUADRATIC = 0  # the fit's columns: sum of l^2 (a), sum of l (b), and 1 (c)
+WORST_RESIDUAL = 0.25  # maximum root mean square of the relative errors
+LEAST_QUADRATIC = 1e-3  # minimum fraction of the longest micro-batch's time that is quadratic
+QUADRATIC = 0  # the columns of the fit are the sum of l^2 (a), the sum of l (b), and 1 (c)
 LINEAR = 1
 ONCE = 2
-FIRST_NEAR = 3  # first column with numbers of token pairs
+FIRST_NEAR = 3  # index of the first column that contains numbers of token pairs
 PLATEAU = 0.85  # UtilLen (Hydraulis, section 6)
 
 
@@ -110,7 +110,7 @@ def fit_work(
 
 @dataclass(frozen=True)
 class LinkFit:
-    """Fitted link, and the root mean square relative error of the fit."""
+    """Fitted link, and the root mean square of the fit's relative errors."""
 
     link: Interconnect
     residual: float
@@ -120,7 +120,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
     """Fit latency and bandwidth to message sizes (bytes) and times; return None if times do not grow with size."""
     measured = _positive(seconds, 2)
     rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, dtype=np.float64)], axis=1)
-    alike = np.ones(len(measured))  # short and long messages count equally
+    alike = np.ones(len(measured))  # this weight makes short and long messages count equally
     latency, per_byte = _nnls(rows, measured, alike)
     if per_byte <= 0:
         return None
@@ -309,7 +309,7 @@ def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
 
 def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Minimize weighted squared relative errors, with scaled columns, because columns differ by up to 10^10."""
-    from scipy.optimize import nnls  # imported here, because few ranks compute fits
+    from scipy.optimize import nnls  # SciPy is imported here, because few ranks compute fits
 
     root = np.sqrt(weights)
     weighed = rows * (root / seconds)[:, None]

@@ -50,13 +50,14 @@ from hydragraph.runtime.type_splits import split_types
 from hydragraph.spec import workload
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-UPDATED = (1 << 16, 1 << 21)  # elements of shards whose update is timed
-CHAIN = 4  # maximum blocks per measurement
-PRECISE = 0.01  # measurements stop at this relative standard error
+UPDATED = (1 << 16, 1 << 21)  # number of elements of the shards whose update is timed
+CHAIN = 4  # maximum number of blocks per measurement
+PRECISE = 0.01  # a measurement stops when its relative standard error is below this value
 USABLE = 0.9  # fraction of memory that is usable despite fragmentation
 
 Progress = Callable[[int, int, str], None]  # done, total, description
-_Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]  # forward function that returns its backward
+# A forward function, which returns the backward function.
+_Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -441,7 +442,8 @@ class Bench:
     def turn(self, block: Block, rows: Sequence[Lengths], links: Sequence[int]) -> list[Sequence[tuple[float, float]]]:
         runs = [self._aux_run] if block is self._program.aux else self._chain(block, max(links, default=0))
         chains = list(zip(links, rows, strict=True))
-        for count, row in chains[:1]:  # warm-up, because new weights touch memory for the first time
+        # A warm-up is needed, because the first access to the memory of new weights is slow.
+        for count, row in chains[:1]:
             self.time(runs[:count], row)
         return self._groups.gather([self.time(runs[:count], row) for count, row in chains])
 

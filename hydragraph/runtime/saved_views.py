@@ -29,7 +29,7 @@ class SavedView:
 
 
 def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
-    """Return saved values with views of weights (bucket -> 1-D tensor) replaced by `SavedView`s."""
+    """Return saved values in which `SavedView`s replace views of weights (1-D tensors by bucket)."""
     storages = {flat.untyped_storage().data_ptr(): name for name, flat in weights.items() if flat.numel()}
 
     def replaced(value: Any) -> Any:
@@ -42,7 +42,7 @@ def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
 
 
 def restored(saved: Sequence[Any], tensors: Mapping[Any, Tensor]) -> list[Any]:
-    """Return saved values with `SavedView`s of `tensors` replaced by real views."""
+    """Return saved values in which real views of `tensors` replace `SavedView`s."""
 
     def view(value: Any) -> Any:
         if not isinstance(value, SavedView) or value.key not in tensors:

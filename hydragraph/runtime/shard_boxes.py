@@ -17,7 +17,7 @@ class OwnedBoxes:
     """This rank's boxes of one tensor of the checkpoint.
 
     Attributes:
-        boxes: offsets -> view of a box's elements, in natural order.
+        boxes: for each box's offsets, a view of its elements in natural order.
     """
 
     shape: torch.Size

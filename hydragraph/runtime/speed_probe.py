@@ -17,7 +17,7 @@ from hydragraph.runtime.thread_times import ThreadTimes, unknown
 
 SIZES = {"cpu": 128, "cuda": 2048}  # rows and columns
 MOST_S = 0.25  # longest probe
-STOP_S = 0.01  # if a product takes longer, the process was stopped
+STOP_S = 0.01  # if one product takes longer than this, the process was stopped
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,12 @@ from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.home_state import HomeState, parameters_within
 
 CHUNK = 128 << 20  # bytes per window
-AHEAD = 2  # maximum windows in flight
+AHEAD = 2  # maximum number of windows in flight
 
 _WEIGHT = ""
 
-Columns = Mapping[str, Mapping[str, torch.dtype]]  # parameter -> "" (its weight) or optimizer state's name -> dtype
+# For each parameter, the dtype of its weight (named "") and of each optimizer state.
+Columns = Mapping[str, Mapping[str, torch.dtype]]
 Intervals = Sequence[tuple[int, int]]
 
 
@@ -38,7 +39,7 @@ class OwnedState:
     """Weights and optimizer state of one rank.
 
     Attributes:
-        states: parameter -> name of an optimizer state -> 1-D tensor of this rank's part, or another value.
+        states: by parameter and optimizer state's name, a 1-D tensor of this rank's part, or another value.
     """
 
     home: HomeState
@@ -158,7 +159,7 @@ class Route:
         return sum(dtype.itemsize for dtype in self.columns.get(parameter, {}).values())
 
     def windows(self, chunk: int) -> Iterator[dict[str, tuple[int, int]]]:
-        """Yield windows (bucket -> interval) of at most `chunk` bytes of the whole state."""
+        """Yield windows of the whole state with at most `chunk` bytes, as intervals by bucket."""
         window: dict[str, tuple[int, int]] = {}
         room = chunk
         for bucket in self.buckets:

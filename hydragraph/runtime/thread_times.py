@@ -9,7 +9,8 @@ from contextlib import suppress
 
 from hydragraph.runtime.control_groups import throttled_seconds
 
-_PATH = "/proc/thread-self/schedstat"  # nanoseconds run, nanoseconds queued, and number of time slices
+# The file contains nanoseconds run, nanoseconds queued, and the number of time slices.
+_PATH = "/proc/thread-self/schedstat"
 _NOTED_S = 1e-3
 
 
@@ -51,7 +52,8 @@ class ThreadTimes:
         ran, queued, _ = os.pread(self._file, 64, 0).split()
         return int(ran) / 1e9, int(queued) / 1e9
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit, `os` may be gone
+    # When the interpreter exits, the module `os` may already be gone.
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self._file >= 0:
             close(self._file)
             self._file = -1

@@ -9,7 +9,7 @@ from statistics import median
 # Minimum relative differences in time between device types.
 BETWEEN_NODES = 0.05
 WITHIN_NODE = 0.25
-ERRORS = 3  # minimum difference in standard errors
+ERRORS = 3  # minimum difference, as a multiple of the standard error
 
 
 def split_types(

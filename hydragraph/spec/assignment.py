@@ -35,7 +35,7 @@ class Assignment:
 
     @property
     def tokens(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Number of tokens in each sequence, by pipeline and micro-batch.
+        """Number of tokens in each sequence, for every pipeline and micro-batch.
 
         Raises:
             ValueError: `lengths` has no entry for some sequence.

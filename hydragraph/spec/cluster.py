@@ -47,8 +47,8 @@ class Interconnect:
     """A link between two devices: in each direction, n bytes take latency_s + n / bytes_per_s seconds.
 
     Attributes:
-        points: measured (message bytes, bytes/s) pairs, interpolated over the logarithm of the bytes. With `points`,
-            `bytes_per_s` is the total bandwidth of concurrent messages.
+        points: measured pairs of message size (bytes) and bandwidth (bytes/s), interpolated over the logarithm of the
+            size. With `points`, `bytes_per_s` is the total bandwidth of concurrent messages.
     """
 
     bytes_per_s: float
@@ -485,7 +485,7 @@ def _with_link(node: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     sheet = built_in(name)
     if sheet is None or name in map(str, data.get("types") or ()):
         return node
-    only = len(data["nodes"]) == 1 and node.get("count", 1) == 1  # its link to other nodes is never used
+    only = len(data["nodes"]) == 1 and node.get("count", 1) == 1  # the node's link to other nodes is never used
     return {"inner": sheet.peers, **({"outer": sheet.peers} if only else {}), **node}
 
 

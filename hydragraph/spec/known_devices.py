@@ -11,7 +11,7 @@ from types import MappingProxyType
 UNKNOWN = 0.65
 # Bytes/s to pinned host memory over 16 PCIe lanes: about 80 % of the published rate.
 PCIE_3, PCIE_4, PCIE_5 = 12e9, 25e9, 50e9
-_VARIANTS = {"laptop", "ti", "d", "super", "mig"}  # drivers' words for slower or faster variants
+_VARIANTS = {"laptop", "ti", "d", "super", "mig"}  # words with which drivers name slower or faster variants
 _NEAR = 0.03  # maximum relative difference from a datasheet's peak and bandwidth
 
 
@@ -51,7 +51,7 @@ KNOWN: Mapping[str, Datasheet] = MappingProxyType(
         "h100-sxm": Datasheet(
             989e12, 80e9, 3.35e12, 0.66, host_bytes_per_s=PCIE_5, published="H100", nvlink_bytes_per_s=450e9
         ),
-        # With HBM2e; published runs limited this GPU to 500 W.
+        # This variant has HBM2e; published runs limited it to 500 W.
         "h100-96gb": Datasheet(
             989e12, 96e9, 2.4e12, 0.5, host_bytes_per_s=PCIE_5, published="H100", nvlink_bytes_per_s=450e9
         ),
@@ -124,6 +124,6 @@ def sheet_of(gpu: str) -> Datasheet | None:
     words = set(gpu.lower().replace("-", " ").split())
     if words & _VARIANTS:
         return None
-    # Drivers do not write "SXM" as a word. The match of most words is the most specific name.
+    # Drivers do not write "SXM" as a word. The name that matches the most words is the most specific.
     matches = [name for name in KNOWN if set(name.split("-")) - {"sxm"} <= words]
     return KNOWN[max(matches, key=lambda name: len(words & set(name.split("-"))))] if matches else None

@@ -41,7 +41,7 @@ def parse_yaml(text: str) -> object:
     return data
 
 
-# Pattern of a PyYAML message -> our message. FOUND stands for the character at the error.
+# Patterns of PyYAML's messages, each with the message that replaces it. FOUND stands for the character at the error.
 _MISTAKES = {
     "while parsing a flow sequence": "its '[' is not closed: add ']', or a comma",
     "while parsing a flow mapping": "its '{' is not closed: add '}', or a comma",
@@ -136,7 +136,8 @@ def _sections(cls: type[Any]) -> Iterator[tuple[str, type[Any]]]:
 def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -> object:
     if get_origin(hint) in (Union, UnionType) and value is not None:
         records = [part for part in get_args(hint) if is_dataclass(part)]
-        hint = records[0] if len(records) == 1 else hint  # the type of an optional section
+        # The first type of a union, which is the type of an optional section.
+        hint = records[0] if len(records) == 1 else hint
     if is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, str) and hasattr(hint, "parse"):  # given as text
             record: object = hint.parse(value)

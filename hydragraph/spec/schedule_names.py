@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")
-DEFAULT_SCHEDULE = SCHEDULES[0]  # omitted in strategies' texts
+DEFAULT_SCHEDULE = SCHEDULES[0]  # texts of strategies omit this default
 
 
 def planned_schedules(backend: str) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ class Strategy:
                     f"{earlier[pipeline]}, stage 0, and these two pipelines are equal; remove one "
                     "of them: the other can run its micro-batches too"
                 )
-        # device -> (description of its stage, pipeline, first layer and stage)
+        # for each device: the description of its stage, the pipeline, and the first layer with the stage
         owners: dict[int, tuple[str, int, tuple[int, Stage]]] = {}
         for i, j, first, stage in self._placed_stages():
             where = f"pipeline {i}, stage {j}"
@@ -274,7 +274,7 @@ def strategies_of(texts: Sequence[str], layers: int, ranks: int, heads: tuple[in
 
 
 def _fingerprinted(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Omit newer options that are off, so that old fingerprints remain valid."""
+    """Return a stage's fields without newer options that are off, so that old fingerprints remain valid."""
     newer = ("stream", "offload", "sums_in_pieces")
     return {name: value for name, value in items if name not in newer or value is not False}
 

@@ -104,7 +104,7 @@ def _flags(stage: Stage) -> str:
 
 
 class _Token(NamedTuple):
-    text: str  # "" at the end of the text
+    text: str  # the empty text marks the end
     start: int
 
 
@@ -148,7 +148,8 @@ class _TokenReader:
     def error(self, message: str, token: _Token, last: _Token | None = None) -> ValueError:
         end = last or token
         width = max(end.start + len(end.text) - token.start, 1)
-        shown = "".join(" " if c.isspace() else c for c in self.text)  # one line, with unchanged columns
+        # The text becomes one line, in which columns are unchanged.
+        shown = "".join(" " if c.isspace() else c for c in self.text)
         instead = "" if token.text else ", found the end"
         return ValueError(f"strategy text: {message}{instead}\n  {shown}\n  {' ' * token.start}{'^' * width}")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 
-MOST_SEQUENCES = 100_000  # planning larger mini-batches takes minutes
+MOST_SEQUENCES = 100_000  # maximum, because planning larger mini-batches takes minutes
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """T^2 / Q sequences of Q / T tokens, for an average mini-batch's sum of lengths T and of squared lengths Q."""
+        """Workload of T^2 / Q sequences of Q / T tokens (T, Q: mean sums of a mini-batch's lengths and squared lengths)."""
         if not self.lengths:
             return self
         tokens = sum(map(sum, self.batches)) / len(self.batches)
