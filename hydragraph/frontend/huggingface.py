@@ -153,6 +153,9 @@ def use_packed_attention(model: nn.Module) -> None:
         config: Any = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = name
+        # transformers lets only classes of its own files use grouped products; the loop over experts is untraceable.
+        if getattr(config, "_experts_implementation", None) == "eager" and hasattr(module, "is_transposed"):
+            config._experts_implementation = "grouped_mm"
 
 
 class _OrPyTorchs(str):

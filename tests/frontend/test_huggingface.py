@@ -157,6 +157,17 @@ def test_every_config_is_told_to_use_it() -> None:
     assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {ATTENTION}
 
 
+def test_experts_of_a_users_subclass_use_grouped_products() -> None:
+    class Mine(MixtralForCausalLM):
+        _can_set_experts_implementation_cached_value = False  # as transformers decides for a file of a user
+
+    with torch.device("meta"):
+        model = Mine(MixtralConfig(**tiny(num_key_value_heads=2, num_hidden_layers=1, num_local_experts=2)))
+    assert model.config._experts_implementation == "eager"
+    use_packed_attention(model)
+    assert model.config._experts_implementation == "grouped_mm"
+
+
 def test_what_counts_as_hugging_face() -> None:
     assert is_huggingface(llama(layers=1))
     assert not is_huggingface(nn.Linear(2, 2))
