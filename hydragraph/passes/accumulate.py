@@ -34,9 +34,11 @@ def accumulate(variant: Variant) -> Variant:
     products = {
         n: product for n, node in gradients.items() if n != "hidden" and (product := _product(node)) is not None
     }
+    # The new inputs follow all others, in pairs: total_0, beta_0, total_1, beta_1.
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     for i, (name, product) in enumerate(products.items()):
         last = _add(graph, last, i, gradients[name], *product)
+    # Without readers, fused products are dead code. `addmm_` has no readers either, but is impure.
     kept = {name: node for name, node in gradients.items() if name not in products}
     graph.output_node().args = (tuple(kept.values()),)
     remove_dead_code(graph)
@@ -48,6 +50,8 @@ def accumulate(variant: Variant) -> Variant:
 def _product(node: fx.Node) -> tuple[fx.Node, bool] | None:
     """Return the product that computes a gradient, and whether the gradient is the product's transpose."""
     transposed = False
+    # Walk from the gradient back through transposes. A value with a second reader must be computed
+    # separately, so the walk ends there.
     while len(node.users) == 1:
         if node.target is aten.mm.default:
             return node, transposed
@@ -65,6 +69,7 @@ def _add(graph: fx.Graph, last: fx.Node, number: int, gradient: fx.Node, product
     with graph.inserting_after(total):
         beta = graph.placeholder(f"beta_{number}")
     with graph.inserting_before(product):
+        # If the gradient is the product's transpose, the product is added to a transposed view.
         into = graph.call_method("t", (total,)) if transposed else total
         graph.call_method("addmm_", (into, *product.args), {"beta": beta})
     return beta

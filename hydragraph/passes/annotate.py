@@ -39,6 +39,8 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
     result = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     entered: dict[fx.Node, fx.Node] = {}
+    # learns: nodes that get a gradient. unsummed: partial sums that still need an "exit".
+    # mixed: parameters that both sharded and unsharded operators read.
     learns = differentiable(graph.graph, parameters, hidden)
     partial = partial_sums(graph.graph, cuts)
     unsummed = partial | cuts.rows.keys()
@@ -47,6 +49,8 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
 
     def entering(node: fx.Node, reader: fx.Node | None = None) -> fx.Node:
         if node not in entered:
+            # If only sharded operators read the rows that this node copies from tokens, "enter"
+            # moves before the copy, so that the backward sums tokens, which are fewer than rows.
             if node not in partial and _spreads(node) and all(u in cut_users or u is reader for u in node.users):
                 entered[node] = result.node_copy(node, lambda n: entering(n, node) if n in learns else copied[n])
             else:
@@ -62,6 +66,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}
         copied[node] = result.node_copy(node, operand.__getitem__)
+        # The last of several partial sums gets the "exit". A sharded loss sums its own parts.
         if node in unsummed and not any(user in partial for user in node.users):
             unsummed.remove(node)
             if node.target is not aten.cross_entropy_loss.default:
@@ -75,6 +80,7 @@ def partial_sums(graph: fx.Graph, cuts: Cuts) -> set[fx.Node]:
     partial: set[fx.Node] = set()
     for node in graph.nodes:
         sources = [n for n in node.all_input_nodes if n in partial or (n in cuts.rows and is_grouped(n))]
+        # "exit" can move past a linear operator, unless another node reads its operand.
         if len(sources) == 1 and len(sources[0].users) == 1 and _is_linear(node, sources[0], cuts):
             partial.add(node)
     return partial
@@ -85,8 +91,10 @@ def _is_linear(node: fx.Node, operand: fx.Node, cuts: Cuts) -> bool:
     if any(n in cuts.cut or n.op == "placeholder" for n in node.all_input_nodes):
         return False
     first = operands(node)[0]
+    # x * x is not linear in x.
     if node.target is aten.mul.Tensor:
         return operands(node).count(operand) == 1
+    # index_add(zeros, dim, index, rows) is linear in rows, because it adds them to zeros.
     if node.target is aten.index_add.default:
         return operand is operands(node)[3] and first.target in _ZEROS
     return operand is first and (_chooses_rows(node) or node.target in _LINEAR)

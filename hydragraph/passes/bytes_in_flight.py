@@ -29,6 +29,8 @@ def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> li
     at = 0
     for pull in pulls:
         placed.append(pull)
+        # The rank waits for `pull.after` in any case, so forwards that read only these weights
+        # can run here without further waits.
         arrived.update(pull.after)
         while arrived and at < first and _pulled(work[at]) <= arrived:
             placed.append(work[at])
@@ -38,6 +40,7 @@ def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> li
 
 def _first_forwards(work: Sequence[Instruction]) -> int:
     for i, instruction in enumerate(work):
+        # On later stages, work[0] is a receive, so the result is 0.
         forward = instruction.op is Op.FORWARD and instruction.micro_batch == work[0].micro_batch
         if instruction.op is not Op.SEND and not forward:
             return i

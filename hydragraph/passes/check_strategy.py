@@ -74,6 +74,7 @@ def _problem(template: Template) -> tuple[str, str] | None:
         if len(sizes) > 2 and max(sizes) < sizes.numel() and node not in cut:
             what = f"a parameter of {len(sizes)} dimensions in {_user(node).target}"
             return name, f"{what}, which has no sharding rule"
+    # `communicate` has no rule on purpose: a product that reaches the next region stays whole.
     for product, unknown in cuts.unknown.items():
         weight = next((n for n in operands(product) if n in parameters), None)
         if weight is not None and unknown.target is not communicate:

@@ -71,6 +71,7 @@ def clean(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _first_name(target: Any) -> Any:
+    # aten.multiply.Tensor becomes aten.mul.Tensor, so that later passes need only one name.
     library, _, name = str(target).partition(".")
     packet, _, overload = name.partition(".")
     return getattr(getattr(aten, SYNONYMS[packet]), overload) if library == "aten" and packet in SYNONYMS else target
@@ -111,6 +112,7 @@ def _fills(node: fx.Node) -> bool:
 def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
     counted: Any = operands(node)[0]
     dtype = value_of(counted).dtype
+    # PyTorch's CPU kernel of histc rejects integers.
     if dtype.is_floating_point:
         return
     # Counts up to 2^24 are exact in fp32, and a micro-batch has fewer tokens.
@@ -122,6 +124,7 @@ def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
         counts = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
     counts.meta = dict(node.meta)
     node.meta = {**node.meta, "val": value_of(node).float()}
+    # Without the condition, `counts` would become its own operand.
     node.replace_all_uses_with(counts, delete_user_cb=lambda user: user is not counts)
 
 
@@ -145,6 +148,8 @@ def on_device(node: fx.Node, device: torch.device) -> None:
 
 
 def region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
+    # Operands: (mode, body, *inputs) of no_grad, and (device type, dtype, enabled, cache enabled,
+    # body, *inputs) of autocast.
     at = 1 if GRAD_MODE in str(node.target) else 4
     body, *arguments = operands(node)[at:]
     return getattr(module, body.target), arguments

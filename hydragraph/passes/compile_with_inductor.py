@@ -96,6 +96,8 @@ def compile_variant(
         for node, name in zip(placeholders_of(variant.forward), variant.inputs, strict=True)
     }
     try:
+        # results: fake values of the outputs, then of the saved values. The backward is compiled
+        # for the strides of these saved values.
         forward, results = _compile(variant.forward, [fakes[name] for name in variant.inputs], strides, variant.inputs)
         saved = {f"saved.{i}": value for i, value in enumerate(results[variant.outputs :])}
         values = fakes | saved | {"tangent": fake_like(results[0], device)}
@@ -135,6 +137,8 @@ class GraphPiece(nn.Module):
         self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])
 
     def forward(self, *arguments: Any) -> Sequence[Any]:
+        # Use the first code that is valid for the sizes, or else compile another, up to CODES.
+        # Sizes 0 and 1 get no code of their own, because Inductor specializes on them.
         sizes = arguments[: len(self.symbols)]
         code = next((code for code, holds in self.codes if holds(sizes)), None)
         if code is None and self.codes and len(self.codes) < CODES and min(sizes) >= LEAST:
@@ -189,6 +193,7 @@ def _compile(
 
 
 def _read_sizes(outer: _Outer, placeholders: Sequence[fx.Node]) -> None:
+    # A symbol is the size of input `index` along `dim`, divided by `factor` (dim None: the input).
     call = outer.graph.call_function
     for symbol, (index, dim, factor) in sources([outer.values[n] for n in placeholders]).items():
         node = outer.new[placeholders[index]]
@@ -197,11 +202,13 @@ def _read_sizes(outer: _Outer, placeholders: Sequence[fx.Node]) -> None:
 
 
 def _runs(module: fx.GraphModule) -> list[list[fx.Node]]:
+    # runs: pieces and single kept nodes in graph order. place: node -> index of the node's run.
     runs: list[list[fx.Node]] = [[]]
     place: dict[fx.Node, int] = {}
     for node in module.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
+        # A getitem joins its operand's run, so that no tuple enters or leaves a piece.
         if node.target is operator.getitem and node.args[0] in place:
             place[node] = place[node.args[0]]
             runs[place[node]].append(node)
@@ -223,6 +230,7 @@ def _run(outer: _Outer, run: Sequence[fx.Node], mode: Any) -> dict[fx.Node, Any]
     for node in run:
         if node.op == "call_function":
             values[node] = run_fake(node, values, mode)
+        # The value of a started collective is the pair (result, operand).
         elif node.op == "call_method" and node.target == RESULT:
             values[node] = values[node.all_input_nodes[0]][0]
         elif node.op == "call_method":
@@ -268,6 +276,7 @@ def _add_piece(outer: _Outer, run: Sequence[fx.Node], values: Mapping[fx.Node, A
     piece = GraphPiece(fx.GraphModule({}, graph), [values[n] for n in inputs], [values[n] for n in outputs])
     name = f"piece_{len(outer.parts)}"
     outer.parts[name] = piece
+    # A piece takes the values of its symbols, then its inputs, and returns a tuple.
     arguments = [outer.sizes[s] for s in piece.symbols] + [outer.new[n] for n in inputs]
     results = outer.graph.create_node("call_module", name, tuple(arguments))
     for i, node in enumerate(outputs):

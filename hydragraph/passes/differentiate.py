@@ -84,6 +84,7 @@ class Variant:
                 if "_data" in vars(self):
                     vars(self).update(zip(_GRAPHS, decode(vars(self)["_data"]), strict=True))
                     del vars(self)["_data"]
+            # Another thread may have decoded the graphs while this thread waited for the lock.
             if name in vars(self):
                 return vars(self)[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -105,6 +106,7 @@ def differentiate(spec: VariantSpec, sharded: ShardedTemplate) -> Variant:
     """
     template = spec.template
     budget = spec.part.recompute
+    # The joint graph's placeholder primals_{i + 1} is the input names[i].
     names = [*template.parameters, *template.buffers, *template.inputs]
     names += [start_of(table) for table in sharded.vocabulary]
     joint, values, outputs = joint_of(spec, sharded)
@@ -112,24 +114,29 @@ def differentiate(spec: VariantSpec, sharded: ShardedTemplate) -> Variant:
     if budget is True or not any(results_of(joint)[outputs:]):
         forward, backward = recompute(joint, outputs)
     elif budget:
+        # The budget is a fraction of what min_cut would save, so partition once to find that.
         forward, _ = partition(joint, values, outputs)
         most = {node.name for node in results_of(forward)[outputs:]}
         forward, backward = recompute(joint, outputs, within_budget(joint, outputs, most, budget))
     else:
         forward, backward = partition(joint, values, outputs, spec.partitioner)
     by_primal = {f"primals_{i + 1}": name for i, name in enumerate(names)}
+    # Remove parameters from the saved values: the backward gets them from the caller.
     saved = [n.name for n in results_of(forward)[outputs:]]
     kept = [s for s in saved if by_primal.get(s) not in template.parameters]
     _output(forward, results_of(forward)[:outputs] + [n for n in results_of(forward)[outputs:] if n.name in kept])
+    # The backward has one result per name, which is None if the input gets no gradient.
     computed = results_of(backward)
     learnt = [(names[i], node) for i, node in enumerate(computed) if node is not None]
     _output(backward, [node for _, node in learnt])
+    # Name the backward's inputs in the order that the partitioner chose.
     needs = []
     for node in placeholders_of(backward):
         if node.name in kept:
             needs.append(f"saved.{kept.index(node.name)}")
         else:
             needs.append("tangent" if node.name.startswith("tangents") else by_primal[node.name])
+    # Bind collectives last, because the input that `_bind` adds has no name in `by_primal`.
     inputs = list(names)
     if _bind(forward):
         inputs.append(COLLECTIVES)
@@ -162,6 +169,7 @@ def _bind(module: fx.GraphModule) -> bool:
         with graph.inserting_after(placeholders_of(module)[-1]):
             group = graph.placeholder(COLLECTIVES)
         for node in collectives:
+            # The runtime's collectives know the number of ranks.
             given = [argument.value for argument in arguments_of(node) if argument.name != "ranks"]
             with graph.inserting_before(node):
                 called = graph.call_method(METHODS[node.target], (group, *given))

@@ -59,6 +59,8 @@ class _Conflict(Exception):  # noqa: N818
 def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None, excluded: set[str]) -> Cuts:
     """Find the cuts of a forward graph. Parameters that are named in `excluded` stay whole."""
     excluded = excluded | {p.name for p in parameters if not all(_cuts(user, p) for user in p.users)}
+    # banned: products that stay replicated. origins: product -> units found so far, kept from walk
+    # to walk: an operator late in the graph may need larger units, which earlier values then use.
     banned: set[fx.Node] = set()
     origins: dict[fx.Node, Origin] = {}
     unknown: dict[fx.Node, fx.Node] = {}
@@ -77,6 +79,7 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
         stray = _unfinished(cuts)
         # The loop ends, because each iteration bans a product, excludes a parameter or refines a unit.
         if stray:
+            # Without these products, other values are sharded, so all units are found again.
             banned |= stray
             origins.clear()
         elif before == _known(origins):
@@ -84,6 +87,8 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
             if not disputed:
                 cuts.unknown = unknown
                 return cuts
+            # A parameter whose readers need different shards stays whole. Products that were
+            # banned with the parameter sharded get another chance.
             excluded = excluded | disputed
             banned.clear()
             origins.clear()
@@ -104,6 +109,7 @@ def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
         return all(reader.target is causal_convolution for reader in user.users)
     if user.target is causal_convolution or is_pointwise(user):
         return True
+    # Each product must read the parameter, or its transpose, once, as its weight or bias.
     readers = [user] if product(user) is not None else list(user.users)
     every = [product(reader) for reader in readers]
     return bool(every) and all(
@@ -116,6 +122,8 @@ def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
 
 
 def _unfinished(cuts: Cuts) -> set[fx.Node]:
+    # A product is stray if no row-parallel product sums its values, if it has too few units, or
+    # if a segment ends inside a unit.
     used = {o for cut in cuts.rows.values() for o in cut.origins}
     return {
         node
@@ -155,6 +163,7 @@ class _Walk:
         if node.target is aten.embedding.default:
             self._embedding(node)
             return None
+        # type_as reads only the dtype of its second operand.
         read = operands(node)[:1] if node.target is aten.type_as.default else node.all_input_nodes
         if not any(self.cuts.of(n) for n in read):
             return None
@@ -171,6 +180,7 @@ class _Walk:
         if rule is None:
             self._need_whole(node, unknown=True)
             return None
+        # A parameter that meets a sharded value, such as a bias, becomes sharded like the value.
         if rule is pointwise or node.target is causal_convolution:
             self._cut_partners(node)
         cut = rule(self.cuts, node)
@@ -188,6 +198,8 @@ class _Walk:
         for operand in node.all_input_nodes:
             if operand in self.cuts.cut or not isinstance(value_of(operand), torch.Tensor):
                 continue
+            # Dimensions correspond from the right: 2 of [1, T, 64] is 0 of a bias [64]. Taps of a
+            # convolution are [channels, width].
             taps = node.target is causal_convolution
             dim = 0 if taps else cut.dim - (len(shape(node)) - len(shape(operand)))
             if 0 <= dim < len(shape(operand)) and shape(operand)[dim] == shape(first)[cut.dim]:
@@ -207,6 +219,7 @@ class _Walk:
                 node = rows
                 dim -= added
             elif node.target is aten.squeeze.dim and len(shape(node)) < len(shape(inputs[0])):
+                # Dimension 1 of [64, 4] is dimension 2 of [64, 1, 4] before squeeze(1).
                 node, squeezed = operands(node)
                 dim += dim >= squeezed % len(shape(node))
             elif len(inputs) == 1 and is_pointwise(node):
@@ -235,12 +248,16 @@ class _Walk:
         cut = self.cuts.of(x)
         last = len(shape(x)) - 1
         known_bias = bias is None or bias in self.parameters
+        # Row-parallel: the product sums over the sharded dimension.
         if cut is not None and cut.dim == last and cut.plain and known_bias and self._may_cut(weight, node):
             self.cuts.rows[node] = cut
             return None
+        # Inside a region: the product treats all entries of the sharded dimension alike, so the
+        # result is sharded like x. With a weight per expert (bmm), the entries are not alike.
         by_expert = node.target is aten.bmm.default and cut is not None and cut.dim == 0
         if cut is not None and cut.dim != last and self.cuts.of(weight) is None and not by_expert:
             return cut
+        # Column-parallel: x must be whole.
         self._need_whole(node)
         if not self._may_cut(weight, node) or not (bias is None or self._may_cut(bias, node)):
             return None
@@ -255,6 +272,7 @@ class _Walk:
         if ids is self.tokens and self._may_cut(weight, node):
             self.cuts.origins.setdefault(node, Origin())
             self.cuts.columns.add(node)
+            # The lookup is both ends of a region: each rank finds some tokens, and the sum follows.
             rows = int(shape(weight)[0])
             self.cuts.rows[node] = Cut(0, 1, 0, rows, node, frozenset({node}))
 
@@ -278,6 +296,7 @@ def rules(cuts: Cuts) -> dict[fx.Node, ShardRule]:
 def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
     """Return the rules that each sharded parameter's readers need (None: the whole parameter)."""
     rule_of_reader: dict[fx.Node, dict[fx.Node, ShardRule]] = {}
+    # Column-parallel products shard the weight's output dimension, and the bias alike.
     for node in cuts.columns:
         if node.target is aten.embedding.default:
             rule_of_reader.setdefault(operands(node)[0], {})[node] = ShardRule(0, _segments(cuts, node))
@@ -290,18 +309,22 @@ def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
     for node, cut in cuts.rows.items():
         if product(node) is not None:
             parts = known_product(node)
+            # Row-parallel products: bounds and `unit` count elements of the lead, and an entry of
+            # the weight's input dimension has `cut.scale` elements.
             unit = cuts.unit(cut)
             heads = any(cuts.origins[o].heads for o in cut.origins)
             bounds = [cut.start, *cuts.inner_bounds(cut), cut.start + cut.length]
             segments = tuple((b - a) // unit for a, b in pairwise(bounds))
             rule = ShardRule(parts.inner, segments, unit // cut.scale, heads)
             rule_of_reader.setdefault(parts.weight, {})[_reader(node)] = rule
+    # Attention sinks, and parameters that met a sharded value (`_cut_partners`).
     for node, cut in cuts.cut.items():
         sinks = sink(node)
         if sinks is not None:
             rule_of_reader.setdefault(sinks, {})[node] = ShardRule(0, (int(shape(sinks)[0]),), 1, heads=True)
         if node.op == "placeholder":
             rule_of_reader.setdefault(node, {}).update(dict.fromkeys(node.users, _met_rule(cuts, cut)))
+    # A reader that is not in `by` needs the whole parameter (None).
     return {parameter: {by.get(user) for user in parameter.users} for parameter, by in rule_of_reader.items()}
 
 

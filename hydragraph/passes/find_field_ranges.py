@@ -41,6 +41,7 @@ def field_ranges_of(program: Program) -> tuple[FieldRange, ...]:
     shared = [fields.get(node) for node in outputs]
     seen = set()
     for block in program.blocks:
+        # Layers with one template and the same aux inputs have the same limits.
         key = (block.template, block.aux)
         if key in seen:
             continue
@@ -105,6 +106,7 @@ def _limits(
     elif node.target in (aten.index_select.default, aten.gather.default):
         yield from _rows(arguments[0], arguments[1], arguments[2], fields, tensor_names)
     elif node.target is aten.index.Tensor:
+        # Unlike the other lookups, indexing accepts -rows to -1.
         for dim, index in enumerate(arguments[1]):
             yield from _rows(arguments[0], dim, index, fields, tensor_names, backwards=True)
     elif node.target in _LOSSES and arguments[1] in fields:
@@ -130,6 +132,7 @@ def _rows(
     rows = sizes[dim % len(sizes)] if len(sizes) else None
     if isinstance(rows, int):
         name, added = fields[index]
+        # The table is read at field + added, which must be in [low, rows).
         low = -rows if backwards else 0
         yield FieldRange(name, low - added, rows - added, tensor_names.get(table, f"a table of {rows} rows"))
 

@@ -72,12 +72,14 @@ def find_head(loss: fx.Node) -> HeadNodes | None:
     weight, reduction, ignored, smoothing = tuple(rest) + defaults[len(rest) :]
     if weight is not None or reduction not in _FUSED or (smoothing and reduction != SUM) or len(shape(labels)) != 1:
         return None
+    # Walk from the logits back to the product. Another reader in between needs the logits.
     product = logits
     while product.target in _BETWEEN and len(product.users) == 1:
         product = operands(product)[0]
     if product.target is not aten.linear.default or len(product.users) != 1 or any(operands(product)[2:]):
         return None
     hidden, matrix = operands(product)[:2]
+    # The fused operator computes the loss in fp32, or in fp64 for fp64 inputs.
     fp32 = torch.promote_types(value_of(hidden).dtype, torch.float32)
     if shape(logits)[-1] != shape(matrix)[0] or value_of(loss).dtype != fp32:
         return None

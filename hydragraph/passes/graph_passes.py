@@ -125,6 +125,7 @@ def make_variant(
     """
     seconds: dict[str, float] = {}
     graphs: Graphs = traced or spec.template
+    # `keep` gets the graphs before compilation, which are equal on all devices.
     last = [name for name in spec.passes if name != COMPILE][-1]
     for result in run_passes(spec, traced):
         graphs = result.graphs

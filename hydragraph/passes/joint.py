@@ -67,6 +67,7 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
     proven = f"{spec.where}, with its gradient"
     outputs = len(results_of(sharded.graph))
     if spec.part.tp > 1:
+        # With local names, all layers that share a template also share the cached trace.
         local = tuple((name, replace(parameter, name=name)) for name, parameter in spec.parameters.items())
         template, part = spec.template, wide_part(spec.part.sequence_parallel)
         wide = _wide_trace(template, template.content, local, part, spec.dtype, spec.learning, spec.fused_head)
@@ -77,6 +78,7 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
                 return joint, values, outputs
             except (_NotProvenError, Unsupported) as error:
                 _LOG.debug("%s gets its own trace for tp %d: %s", spec.where, spec.part.tp, error)
+    # No common trace: trace this degree, or reuse a trace that differs only in recomputation.
     made: list[tuple[fx.GraphModule, list[torch.Tensor]]] = []
 
     def make() -> Mapping[str, Any] | None:
@@ -89,6 +91,7 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
             return None
 
     data = _traces.get(_plain(spec).key, make)
+    # The cache had the key, so `make` did not run. None means that the graph cannot be encoded.
     if not made:
         if data is None:
             make()
@@ -154,6 +157,7 @@ def _at(
     # Shards may be uneven, so compare the converted forward with the degree's own forward.
     own = encode(sharded.graph)["graphs"][0]
     for narrowed, node in zip(_narrowed(forward["graphs"][0], tp), own, strict=True):
+        # 1 to 4: kind, target, args and kwargs. Names and values may differ.
         if narrowed[1:5] != node[1:5]:
             raise _NotProvenError(f"{node[2]}{node[3]} is {narrowed[2]}{narrowed[3]} in the common trace")
     nodes = list(_narrowed(joint["graphs"][0], tp))
@@ -194,6 +198,7 @@ def _narrow_size(size: int | str, tp: int, known: dict[str, str]) -> int | str:
     if isinstance(size, int):
         return _share(size, tp)
     if size not in known:
+        # "1073741596*s0" (4 P tokens) becomes "2*s0" for degree 2; s0 is not changed.
         known[size] = re.sub(r"(?<![\w.])\d+", lambda number: str(_share(int(number[0]), tp)), size)
     return known[size]
 
@@ -201,11 +206,13 @@ def _narrow_size(size: int | str, tp: int, known: dict[str, str]) -> int | str:
 def _share(number: int, tp: int) -> int:
     if abs(number) < RANKS or number in _UNBOUNDED:
         return number
+    # Divide by Q, which stands for the degree. The rest is a model's number or a multiple of P.
     degrees = 1
     while number % RANKS == 0:
         number, degrees = number // RANKS, degrees * tp
     if abs(number) < SHARE:
         return number * degrees
+    # 32 P becomes 16 for degree 2, and 32 P Q becomes 32.
     times, rest = divmod(number, SHARE)
     if rest or abs(times) >= SHARE or times % tp:
         raise _NotProvenError(f"{number} cannot be divided among {tp} ranks")
@@ -215,6 +222,7 @@ def _share(number: int, tp: int) -> int:
 
 
 def _no_share(number: float) -> float:
+    # A float may be a multiple of P, its inverse or a root: attention scales by 1 / sqrt(D).
     size = abs(number)
     candidates = (size, 1 / size, size * size, 1 / size / size) if 1e-30 < size < 1e30 else ()
     for candidate, prime in itertools.product(candidates, (SHARE, RANKS)):

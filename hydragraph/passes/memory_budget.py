@@ -40,6 +40,8 @@ def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], b
     forward = ancestors_of(results[:outputs])
     gradients = [node for node in results[outputs:] if isinstance(node, fx.Node)]
     inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    # free: storages that exist in any case. kept: saved node -> its other storages.
+    # sizes: storage -> bytes. dropped: storages to recompute, in the order of their choice.
     free = {key for node in [*inputs, *results[:outputs]] for key, _ in storages_of(node)}
     kept = {node: {key for key, _ in storages_of(node)} - free for node in joint.graph.nodes if node.name in saved}
     sizes = {key: _bytes(form) for node in kept for key, form in storages_of(node) if key not in free}
@@ -54,6 +56,7 @@ def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], b
             break
         cost = costs[cheapest]
         dropped.append(cheapest)
+    # The last drop may have freed more than necessary, so keep earlier choices that fit again.
     for key in reversed(dropped):
         saved_bytes = sum(sizes.values()) - sum(sizes[other] for other in dropped)
         if saved_bytes + sizes[key] <= room:
@@ -66,6 +69,8 @@ def _without(kept: dict[fx.Node, set[int]], dropped: Collection[int]) -> list[fx
 
 
 def _cost(gradients: Iterable[fx.Node], kept: Collection[fx.Node], forward: Collection[fx.Node]) -> float:
+    # Walk back from the gradients to kept values and inputs: the forward's nodes on the way run
+    # again in the backward.
     cost = 0.0
     pending = list(gradients)
     seen = set(pending)
@@ -89,6 +94,7 @@ def operations(node: fx.Node) -> float:
     if node.target in _PRODUCTS:
         operand = node.args[_PRODUCTS[node.target]]
         return 2.0 * output_elements * hint_of(value_of(operand).shape[-1])
+    # A view moves no data.
     viewed = {key for input_node in node.all_input_nodes for key, _ in storages_of(input_node)}
     moved = [form for key, form in storages_of(node) if key not in viewed]
     return float(PER_ELEMENT * sum(map(_elements, moved)))

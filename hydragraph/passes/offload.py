@@ -40,16 +40,20 @@ def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
         for value in computation.reads:
             # The value must be off the device for at least one computation.
             if value.kind is ValueKind.SAVED and number - made[value] > 3:
+                # Computation i saves the value, and n reads it. The copy to the host overlaps with
+                # i + 1, the value is away during i + 2 to n - 2, and the fetch overlaps with n - 1.
                 of = (value.block, value.micro_batch)
                 host, leaving, back = (make(*of) for make in (offloaded, copying, fetched))
                 offloads[made[value]] = Instruction(
                     Op.OFFLOAD, *of, reads=(value,), writes=(host, leaving), after=(value,)
                 )
+                # Free before any fetch at the same place, to make room for the fetched values.
                 before[made[value] + 2].insert(0, Instruction(Op.FREE, reads=(leaving,), after=(leaving,)))
                 before[number - 1].append(Instruction(Op.FETCH, *of, reads=(host,), writes=(back,)))
                 reads = tuple(back if read == value else read for read in computation.reads)
                 computation = replace(computation, reads=reads, after=(*computation.after, back))
                 computing[number] = computation
+    # Put the new instructions around the computations, which have new reads.
     placed: list[Instruction] = []
     number = 0
     for instruction in program.instructions:

@@ -54,6 +54,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
         cut = cuts.of(operand)
         if cut is None:
             continue
+        # Dimensions correspond from the right, as in broadcasting.
         cut = replace(cut, dim=cut.dim + ndim - len(shape(operand)))
         if out is not None:
             # Corresponding units, such as gate and up columns of an MLP, must be on the same rank.
@@ -121,6 +122,7 @@ def _move(cuts: Cuts, node: fx.Node) -> Cut | None:
             dims = [d % ndim for d in rest[0]]
         case aten.unsqueeze.default:
             dims.insert(rest[0] % (ndim + 1), None)
+        # squeeze leaves a dimension larger than 1 unchanged.
         case aten.squeeze.dim | aten.select.int if len(shape(node)) < ndim:
             del dims[rest[0]]
         case aten.expand.default:
@@ -151,9 +153,11 @@ def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
             cuts.cut[part] = first_cut
     part_cuts = [cuts.of(p) for p in parts]
     dim = join_dim(node)
+    # Joined along the sharded dimension, the result has one piece per part.
     pieces = [cut for cut in part_cuts if cut is not None and cut.dim == dim and cut.plain]
     if len(pieces) == len(parts):
         return replace(pieces[0], origins=_origins(pieces), pieces=tuple(pieces))
+    # Joined along another dimension, all parts must be sharded alike.
     common = _common(cuts, parts, lambda cut: (cut.dim, cut.scale, cut.length, bool(cut.pieces)))
     return None if common is None or common.pieces or common.dim == dim else common
 
@@ -173,6 +177,7 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
     if cut is None:
         return None
     sizes = shape(x)
+    # Undo an earlier merge: view [T * 4, 16] as [T, 4, 16] first.
     if cut.outer:
         sizes = [*sizes[: cut.dim], *cut.outer, cut.entries, *sizes[cut.dim + 1 :]]
         cut = replace(cut, dim=cut.dim + len(cut.outer), outer=())
@@ -260,6 +265,7 @@ def _split(cuts: Cuts, node: fx.Node) -> Cut | None:
         return cut if split_sizes(node) == [piece.entries for piece in cut.pieces] else None
     if not isinstance(cut.scale, int) or cut.outer:
         return None
+    # Parts of a split become segments, so that each rank has some units of every part.
     at = cut.start
     for size in split_sizes(node)[:-1]:
         at += size * cut.scale
@@ -300,6 +306,7 @@ def _getitem(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
+    # Add the defaults of omitted arguments: dim 0, start 0, no end, step 1.
     given: tuple[Any, ...] = operands(node) + (0, 0, 2**63 - 1, 1)[len(operands(node)) - 1 :]
     x, dim, start, stop, step = given[:5]
     cut = cuts.of(x)
@@ -327,6 +334,7 @@ def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
         return None
     if len({cut.length for cut in head_cuts}) == 1:
         return cuts.join(head_cuts)
+    # With fewer key heads than query heads, the result has the query's heads.
     return replace(head_cuts[0], origins=_origins(head_cuts))
 
 
@@ -376,6 +384,8 @@ def _attention_dropout(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _begins_like_first(cuts: Cuts, cut: Cut) -> bool:
+    # A rank's masks begin at its first unit of the first segment (`vocabulary_starts`), so the
+    # value must be one whole segment that is as long as the first.
     bounds = sorted({0, *cuts.origins[cut.lead].bounds, width(cut.lead)})
     segment = [b for b in bounds if cut.start <= b <= cut.start + cut.length]
     return segment == [cut.start, cut.start + cut.length] and bounds[1] == cut.length

@@ -59,6 +59,7 @@ def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]
 def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], instruction: Instruction) -> int:
     if instruction.op is not Op.RECEIVE or instruction.writes[0].kind is not ValueKind.ACTIVATION:
         return len(before)
+    # Only a receive that follows a backward, and perhaps the backward's sends, can move.
     at = len(before)
     while at > 0 and before[at - 1].op is Op.SEND:
         at -= 1
@@ -67,12 +68,15 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
     coming = instruction.writes[0].micro_batch
     going = before[at - 1].micro_batch
     stage = placement.stage_of[rank]
+    # In clock order, the previous stage must run the forward before the backward that uses this
+    # stage's gradient. Otherwise, each of the two stages could wait for the other's message.
     beats = placement.beats(stage)
     assert going is not None, "a backward needs a micro-batch"
     here, there = instruction.writes[0].position + 1, placement.outline.index[before[at - 1].target]
     arrives = beats[stage.role_of(coming, stage.visit_of(here))].arrives_at(coming)
     if arrives >= beats[stage.role_of(going, stage.visit_of(there))].returns_at(going):
         return len(before)
+    # Pass all blocks of the backward.
     while at > 0 and before[at - 1].op is Op.BACKWARD and before[at - 1].micro_batch == going:
         at -= 1
     return at
@@ -84,6 +88,7 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], fre
     Args:
         free: first index of pushes that wait for earlier pushes.
     """
+    # complete: gradient -> index of the last backward that adds to it.
     complete = {
         value: i for i, instruction in enumerate(work) if instruction.op is Op.BACKWARD for value in instruction.writes
     }
@@ -93,6 +98,7 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], fre
     issued = 0
     for i, instruction in enumerate(work):
         if instruction.stream is Stream.COMPUTE and i > last_forward:
+            # Pushes keep their order: one that must wait delays all later ones.
             while (
                 issued < len(pushes)
                 and all(complete[value] < i for value in pushes[issued].reads)

@@ -38,6 +38,8 @@ def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
                     copies[read].meta = dict(read.meta)
             copies[node] = graph.node_copy(node, copies.__getitem__)
 
+    # since: nodes after the last collective, not copied yet. At the next collective, the nodes that
+    # it needs are copied, then its start, then the other nodes, which run during the collective.
     since: list[fx.Node] = []
     for node in module.graph.nodes:
         if node.op != "call_method" or node.target not in STARTS:
@@ -45,6 +47,7 @@ def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
             continue
         needed = _needed(node, since)
         copy([*(n for n in since if n in needed), node])
+        # The copy becomes the start. Readers get the result, which `copy` inserts before the first.
         started[node] = _start(copies.pop(node), node)
         copy(n for n in since if n not in needed)
         since = []
@@ -54,6 +57,7 @@ def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _needed(collective: fx.Node, since: Sequence[fx.Node]) -> Collection[fx.Node]:
+    # FX requires placeholders before all other nodes.
     needed = {*collective.all_input_nodes, *(n for n in since if n.op == "placeholder")}
     for node in reversed(since):
         if node in needed:
@@ -63,6 +67,7 @@ def _needed(collective: fx.Node, since: Sequence[fx.Node]) -> Collection[fx.Node
 
 def _start(call: fx.Node, collective: fx.Node) -> fx.Node:
     call.target = STARTS[str(collective.target)]
+    # Memory estimates count the operand until the collective ends, so the start's value has both.
     both = (collective, collective.all_input_nodes[1])
     call.meta = {
         "val": tuple(map(value_of, both)),

@@ -51,6 +51,8 @@ def shared_programs(
 
 
 def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Iterator[tuple[RankProgram, Body, Peers]]:
+    # key of `_decides` -> the instructions and, for each peer number in them, its index in
+    # `neighbours`. Most ranks differ only in peers, so few programs are built.
     body_and_places: dict[Hashable, tuple[Body, tuple[int, ...]]] = {}
     for rank in range(ranks):
         decides, neighbours = _decides(placement, mode, rank)
@@ -73,6 +75,7 @@ def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Pee
     roles = []
     beats = placement.beats(stage)
     for role in stage.roles:
+        # As in `order`: one sender and every degree-th receiver, for each neighboring stage.
         ways = [
             (peers[index % len(peers)] if peers else None, peers[index::degree])
             for peers in (role.previous, role.following)

@@ -204,6 +204,8 @@ def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...])
             f"{len(strategy.pipelines)} pipelines"
         )
     refuse_streams(strategy)
+    # Stages on the same ranks are joined, whether they belong to several pipelines (shared) or to
+    # one pipeline (interleaved).
     stages: dict[tuple[int, ...], PlacedStage] = {}
     for pipeline, numbers in _numbered(strategy, micro_batches).items():
         for stage in _pipeline_stages(outline, strategy, pipeline, numbers):
@@ -221,11 +223,13 @@ def _joined(one: PlacedStage, other: PlacedStage) -> PlacedStage:
     (role,) = other.roles
     if role.pipeline != one.roles[-1].pipeline:
         return replace(one, roles=(*one.roles, role))
+    # The pipeline returns to these ranks, with other layers.
     role = replace(role, visit=len(one.blocks))
     return replace(one, roles=(*one.roles, role), layers=one.layers + other.layers, blocks=one.blocks + other.blocks)
 
 
 def _numbered(strategy: Strategy, micro_batches: Sequence[int]) -> dict[int, range]:
+    # Micro-batches are numbered across joined pipelines: counts (3, 2) give 0 to 2 and 3 to 4.
     numbers = {}
     for group in strategy.joined:
         first = 0

@@ -60,6 +60,7 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
         exported: whether `torch.export` made the graph with dynamic sizes, which implies proof 1.
     """
     placeholders = placeholders_of(graph)
+    # Proof 1.
     for what in [] if exported else assumptions(value_of(n) for n in placeholders):
         raise Unsupported(f"the trace assumed {what}, which not all batches satisfy", where=where, remedy=_REMEDY)
     # Proof 3. A number may also come from a dimension of the model.
@@ -67,12 +68,15 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
     dims = {s for n in graph.graph.nodes for s in getattr(value_of(n), "shape", ()) if isinstance(s, int)}
     # Under sequence parallelism, sizes are multiples of the primes.
     primes = {p for p in _PRIMES for s in hints.values() if s % p == 0}
+    # A dimension that is a multiple of p explains numbers like p, and a multiple of (p - 1) / 2
+    # explains numbers like p - 1. Such primes prove nothing.
     unlike = [p for p in primes if not any(dim and dim % q == 0 for dim in dims for q in (p, p // 2))]
     for node in graph.graph.nodes:
         for number in _numbers([node.args, node.kwargs]) if node.op.startswith("call") else ():
             if any(_recalls(number, size) for size in unlike):
                 what = f"{node.target} takes {number}, which may be derived from the example's token or sequence count"
                 raise SizeFromExample(what, where=where, remedy=_REMEDY)
+    # Proof 2.
     if hints:
         _Elsewhere(graph, {symbol: size * _ELSEWHERE + 1 for symbol, size in hints.items()}, where).check()
 

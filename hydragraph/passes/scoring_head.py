@@ -55,6 +55,7 @@ def _with_scores(block: Block, template: Template, model: str, entropy: bool) ->
         node.meta["val"] = result
         return node
 
+    # Replace the loss by a cost per token, and omit all that follows the loss.
     costs = call(aten.cross_entropy_loss.default, (logits, labels, None, NONE, IGNORED), value)
     scores = [call(aten.neg.default, (costs,), value)]
     if entropy:
@@ -89,6 +90,7 @@ def _with_scores(block: Block, template: Template, model: str, entropy: bool) ->
 
 
 def _cross_entropy(graph: fx.Graph, model: str) -> fx.Node:
+    # Several losses of the same logits have the same log-probabilities.
     by_logits: dict[fx.Node, fx.Node] = {
         operands(node)[0]: node
         for node in graph.nodes

@@ -64,6 +64,7 @@ def find_parts(graph: fx.Graph, cuts: Cuts) -> dict[fx.Node, int]:
 def _is_part(node: fx.Node, dim: int, cuts: Cuts, parts: Mapping[fx.Node, int]) -> bool:
     if node.op == "placeholder":
         return node.name == "hidden"
+    # A region, from its "enter" to its products in `rows`, needs all tokens.
     if node.target is communicate:
         return bool(operands(node)[1] == "exit")
     if node.op != "call_function" or node in cuts.cut or node in cuts.rows:

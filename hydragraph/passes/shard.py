@@ -162,6 +162,7 @@ class _Rewrite:
         if self.part.sequence_parallel:
             self.parts = find_parts(source.graph, self.cuts)
             self.symbol = token_symbol(source.graph)
+        # Inputs: the template's, then a first row or column per vocabulary-sharded parameter.
         placeholders = placeholders_of(source)
         for node in placeholders:
             self.copied[node] = self.graph.node_copy(node)
@@ -244,6 +245,7 @@ class _Rewrite:
         if node.target in VIEWS and (cut is not None or self.parts):
             return self._view(node, cut)
         if node.target is aten.expand.default and (cut is not None or node in self.parts):
+            # -1 keeps the operand's size. A whole operand is expanded to this rank's heads only.
             sizes = list(self._local(operands(node)[1], node))
             sizes[self.parts[node] if cut is None else cut.dim] = -1
             if cut is not None and self.cuts.of(operands(node)[0]) is None:
@@ -272,6 +274,7 @@ class _Rewrite:
         if sum(isinstance(s, torch.SymInt) for s in shape(node)) <= 1 and (
             self.parts or node.target not in SIZED_VIEWS
         ):
+            # -1 stands for the token count, of all ranks or of this rank.
             sizes: list[Any] = [-1 if isinstance(s, torch.SymInt) else int(s) for s in shape(node)]
         elif node.target in SIZED_VIEWS:
             sizes = list(self._local(operands(node)[1], node))
@@ -337,6 +340,7 @@ class _Rewrite:
     def _draw(self, node: fx.Node, cut: Cut) -> fx.Node:
         arguments = self._local(operands(node), node)
         start = self.starts[_weight(cut.lead)]
+        # A mask depends on positions in the whole value, so pass the position of this rank's part.
         if node.target is dropout:
             whole = cut.length // cut.scale
             return self.call(node.target, *arguments[:3], start, *arguments[4:7], cut.dim, whole, cut.scale)
@@ -374,6 +378,7 @@ class _Rewrite:
         if is_slice and len(operands(node)) > 4 and operands(node)[4] != 1:
             return self._copy(node)  # the first element of a rank's part is a multiple of the step
         if is_slice:
+            # The slice begins after this rank's part of the elements before it.
             part = self.cuts.cut[node]
             before = Cut(cut.dim, cut.scale, cut.start, part.start - cut.start, cut.lead, cut.origins)
             first = self.local_size(before) if before.length else 0
@@ -382,6 +387,7 @@ class _Rewrite:
             sizes = [self.local_size(piece) for piece in cut.pieces]
             return self.call(aten.split_with_sizes.default, self.copied[source], sizes, dim)
         assert isinstance(cut.scale, int)
+        # Parts may have different local sizes, because each segment is divided separately.
         sizes = []
         at = cut.start
         for size in split_sizes(node):

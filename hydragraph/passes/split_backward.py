@@ -34,11 +34,15 @@ def split_backward(variant: Variant) -> tuple[BackwardPart, BackwardPart]:
     results: list[fx.Node] = list(nodes[-1].args[0])
     gradients = dict(zip(variant.gradients, results, strict=True))
     hidden = gradients.pop("hidden", None)
+    # early: nodes that the gradient of "hidden" needs. late: all other nodes.
     early = ancestors_of([] if hidden is None else [hidden], lambda node: True)
     late = [n for n in nodes if n.op not in ("placeholder", "output", "get_attr") and n not in early]
     read = {operand for node in late for operand in node.all_input_nodes} | {*gradients.values()}
+    # again: parameters and collectives, which the caller gives to both halves.
+    # passed: all other values that the weight half reads, which the input half returns.
     again = {n for n, name in named.items() if name != "tangent" and not name.startswith("saved.")}
     passed = [n for n in nodes if n in read and n not in again and (n in early or n in named)]
+    # first: inputs of the input half. second, added: inputs of the weight half, after `passed`.
     first = [n for n in inputs if n in named and (n in early or n in passed)]
     second = [n for n in inputs if n in again and n in read]
     added = [n for n in inputs if n not in named]

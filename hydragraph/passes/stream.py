@@ -88,6 +88,8 @@ def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgra
     placed: list[Instruction] = []
     received: list[Instruction] = []
     for instruction in program.instructions:
+        # Receives follow the exchanges that precede the next computation: the sender may need
+        # these exchanges, which all ranks must enter, before it can send.
         if instruction.op is Op.RECEIVE or instruction.target == "aux":
             received.append(instruction)
             continue
@@ -172,6 +174,8 @@ def streaming(placement: Placement, mode: Mode) -> Streaming:
     uses = [use for stage in placement.stages for use in _pulls(outline, stage, times[stage.ranks], places)]
     if mode != "evaluate":
         uses += _pushes(placement, times, places)
+    # moments: exchange -> stages that share it. Sorted by time, pulls before pushes.
+    # numbers: (whether pushes, bucket) -> streamed exchanges so far.
     moments: defaultdict[_Moment, list[_Served]] = defaultdict(list)
     for moment, use in uses:
         moments[moment].append(use)
@@ -200,10 +204,13 @@ def _pulls(
             users = tuple(c for c in times if bucket in outline.weights[c.block])
             yield _Moment(_START, False, places[bucket], bucket, False), (stage, users)
         return
+    # before: time of the previous computation, when a pull is due (initially, of the first).
+    # open_pulls: bucket -> (time of its pull, consecutive computations that use it).
     before = next(iter(times.values()))
     open_pulls: dict[str, tuple[Fraction, list[Computation]]] = {}
     for computation, time in times.items():
         needed = outline.weights[computation.block]
+        # A bucket that this block does not use is freed, and a later use pulls it again.
         for bucket in [bucket for bucket in open_pulls if bucket not in needed]:
             begin, served = open_pulls.pop(bucket)
             yield _Moment(begin, False, places[bucket], bucket, True), (stage, tuple(served))
@@ -218,6 +225,8 @@ def _pushes(
     placement: Placement, times: Mapping[Ranks, Mapping[Computation, Fraction]], places: Mapping[str, int]
 ) -> Iterator[tuple[_Moment, _Served]]:
     outline = placement.outline
+    # whole: bucket -> stages that do not stream. They push a bucket once, after its last backward
+    # in any of these stages.
     whole: defaultdict[str, list[_Served]] = defaultdict(list)
     for stage in placement.stages:
         backwards = [c for c in times[stage.ranks] if c.op is Op.BACKWARD]
@@ -243,6 +252,7 @@ def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computati
         for row, stage in stages.items():
             for action, begin, length in zip(schedule.actions[row], begins[row], lengths[row], strict=True):
                 op = Op.FORWARD if action.work is Work.FORWARD else Op.BACKWARD
+                # A stage's blocks share the time of its forward or backward equally.
                 blocks = _blocks(placement.outline, stage, op, action.visit)
                 for i, block in enumerate(blocks):
                     times[stage.ranks][Computation(op, block, action.micro_batch)] = begin + i * length / len(blocks)
@@ -251,6 +261,7 @@ def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computati
 
 def _length(stage: PlacedStage, work: Work) -> Fraction:
     """Return the assumed time of a forward or of a backward, which takes twice as long as a forward."""
+    # n micro-batches with v visits each: n v (1 + 2) / (3 n v) = 1, equal for all stages.
     return Fraction(1 if work is Work.FORWARD else 2, 3 * len(stage.micro_batches) * len(stage.blocks))
 
 

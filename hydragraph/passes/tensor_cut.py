@@ -100,6 +100,8 @@ class Cuts:
         """Enlarge the units of a cut's origins to multiples of `unit` elements of the lead."""
         lead = self.origins[cut.lead]
         for origin in (self.origins[o] for o in cut.origins):
+            # Heads of different products may differ in size. With heads of 16 elements in the lead
+            # and 32 in the origin, 2 heads are 32 elements of the lead and 64 of the origin.
             own = unit * origin.head // lead.head if origin.head and lead.head else unit
             origin.unit = math.lcm(origin.unit, own)
 
@@ -119,6 +121,8 @@ class Cuts:
     def join(self, cuts: Sequence[Cut]) -> Cut | None:
         """Return the first cut with the origins and bounds of all cuts, or None if `bound` fails."""
         first = cuts[0]
+        # Joining gate, elements 0-63 of A, and up, elements 64-127 of B: element i of A corresponds
+        # to element i + 64 of B, so parts = {(A, 0), (B, 64)}.
         parts = {(o, offset + c.start - first.start) for c in cuts for o, offset in c.parts or {(c.lead, 0)}}
         joined = replace(first, origins=frozenset().union(*(c.origins for c in cuts)), parts=frozenset(parts))
         bounds = {b - c.start for c in cuts for b in self.inner_bounds(c)}

@@ -122,6 +122,7 @@ class Variants:
         return self._key(spec) in _shared or (self._cache is not None and self._cache.has(spec))
 
     def _key(self, spec: VariantSpec) -> Hashable:
+        # Ranks with equal shards share a variant, so the key has their shapes, not their index.
         how = (spec.learning, self._how, spec.passes)
         # Keys of stored and traced graphs differ, because a check may compare both.
         source = "" if self._library is None else self._library.source(spec)
@@ -179,6 +180,7 @@ class Variants:
                 self.kinds(block, part)
 
     def _parts(self, strategy: Strategy) -> Iterator[tuple[Block, StagePart]]:
+        # Variants do not depend on the number of micro-batches.
         placement = place(self.program.outline, strategy, [1] * len(strategy.pipelines))
         for at, part in dict.fromkeys((s.positions, s.part_of(rank)) for rank, s in placement.stage_of.items()):
             for position in at:

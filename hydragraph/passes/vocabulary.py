@@ -32,6 +32,7 @@ def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows:
     local = call(aten.sub.Tensor, (ids, start))
     here = _within(graph, local, rows)
     embedded = call(aten.embedding.default, (weight, call(aten.mul.Tensor, (local, here))))
+    # The padding row is read like any other, but does not learn.
     if rest and rest[0] >= 0:
         learns = call(aten.unsqueeze.default, (call(aten.ne.Scalar, (ids, rest[0])), -1))
         embedded = call(aten.where.self, (learns, embedded, call(aten.detach.default, (embedded,))))
@@ -57,11 +58,14 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
     # `target` is z_y - m if this rank has column y, else 0.
     local = call(aten.sub.Tensor, (labels, start))
     here = _within(graph, local, columns)
+    # Labels of other ranks, and ignored labels, read column 0, times 0.
     index = call(aten.unsqueeze.default, (call(aten.mul.Tensor, (local, here)), -1))
     target = call(aten.mul.Tensor, (call(aten.squeeze.dim, (call(aten.gather.default, (shifted, 1, index)), -1)), here))
     if smoothing:
+        # Smoothing replaces z_y - m by its mixture with the mean over all classes.
         every = call(aten.mul.Tensor, (call(aten.sum.dim_IntList, (shifted, [-1])), smoothing / classes))
         target = call(aten.add.Tensor, (call(aten.mul.Tensor, (target, 1.0 - smoothing)), every))
+    # Stacked [2, T], both numbers need a single all-reduce.
     sums = call(tp_ops.tp_sum.default, (call(aten.stack.default, ([mass, target],)),))
     log_mass = call(aten.log.default, (call(aten.select.int, (sums, 0, 0)),))
     loss = call(aten.sub.Tensor, (log_mass, call(aten.select.int, (sums, 0, 1))))

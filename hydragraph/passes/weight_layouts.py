@@ -37,6 +37,7 @@ def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -
     for bucket in program.buckets:
         stages = holders.get(bucket.name, ())
         kinds = stage_kinds(program, bucket, placement, stages, kinds_of)
+        # Most layers' buckets have equal forms, stages and kinds, and share one layout.
         key = (bucket.form, stages, tuple(tuple(kinds_by_name.values()) for kinds_by_name in kinds))
         if key not in used_layouts:
             used_layouts[key] = propagation(bucket, stages, kinds)
