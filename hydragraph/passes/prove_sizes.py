@@ -69,7 +69,7 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
     # Under sequence parallelism, sizes are multiples of the primes.
     primes = {p for p in _PRIMES for s in hints.values() if s % p == 0}
     # A dimension that is a multiple of p explains numbers like p, and a multiple of (p - 1) / 2
-    # explains numbers like p - 1. Such primes prove nothing.
+    # explains numbers like p - 1. Such primes are not checked.
     unlike = [p for p in primes if not any(dim and dim % q == 0 for dim in dims for q in (p, p // 2))]
     for node in graph.graph.nodes:
         for number in _numbers([node.args, node.kwargs]) if node.op.startswith("call") else ():
