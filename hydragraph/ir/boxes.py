@@ -45,6 +45,8 @@ def _cut(lo: int, hi: int, shape: Extent, prefix: Extent, at: int) -> list[Box]:
         return []
     if not shape:
         return [Box(prefix, (1,) * len(prefix), at)]
+    # [first, last): the rows that the interval contains whole. For [3, 11) of [3, 4], with rows of
+    # 4, these are [1, 2), between a head of 1 element and a tail of 3.
     row = math.prod(shape[1:])
     first = -(-lo // row)
     last = hi // row

@@ -59,6 +59,8 @@ class _Simulation:
         self.committing: set[int] = set()
 
     def run(self) -> _Simulation:
+        # waiting: ranks to try (again). Their order does not matter, because an instruction that
+        # can run stays able to run.
         waiting = deque(range(len(self.programs)))
         while waiting:
             rank = waiting.popleft()
@@ -73,6 +75,7 @@ class _Simulation:
     def _must_wait(self, rank: int, instruction: Instruction) -> bool:
         if instruction.op is not Op.COMMIT:
             return bool(self._blockers(rank, instruction) or self._incomplete(instruction))
+        # The last rank to arrive lets all ranks pass.
         self.committing.add(rank)
         if len(self.committing) < len(self.programs):
             return True
@@ -92,6 +95,7 @@ class _Simulation:
         return instructions[self.at[rank]] if self.at[rank] < len(instructions) else None
 
     def _together(self, rank: int, instruction: Instruction) -> Sequence[int]:
+        # Computations may contain tensor-parallel collectives, so a stage's ranks run together.
         if instruction.op in _COMPUTED:
             return self.programs[rank].tp
         return range(len(self.programs)) if instruction.op is Op.COMMIT else (rank,)
@@ -114,6 +118,8 @@ class _Simulation:
         if instruction.op in _COMPUTED:
             needed = {(Op.PULL, value.exchange) for value in instruction.reads if value.kind is ValueKind.WEIGHTS}
         elif instruction.op in EXCHANGED:
+            # `after` also names earlier exchanges that must end first, to limit the bytes in
+            # flight.
             room = (value for value in instruction.after if value not in instruction.reads)
             needed = {(instruction.op, value.exchange) for value in room}
         return {exchange for exchange in needed if self.entered[exchange] < len(self.programs)}

@@ -122,6 +122,7 @@ def _target(node: fx.Node, graph: fx.GraphModule) -> Any:
 
 
 def _constant(tensor: Tensor) -> list[Any]:
+    # Store bytes, because NumPy has no bfloat16.
     elements = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     content = base64.b64encode(elements).decode()
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), content]
@@ -174,6 +175,7 @@ def _graph(nodes: list[Any], values: ValueDecoder) -> fx.GraphModule:
         node.name = name
         by_name[name] = node
         if value is not None:
+            # Values are built on first use, because most are never read (`value_of`).
             node.meta["later"] = lambda value=value: values.value(value)
             node.meta["storages"] = storages(value)
             node.meta["form"] = form_in(value)

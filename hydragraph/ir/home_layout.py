@@ -28,6 +28,7 @@ class HomeLayouts:
         self._known: dict[object, Layout] = {}
 
     def of(self, bucket: Bucket) -> Layout:
+        # Buckets of equal size and shares, such as those of all layers, share one layout object.
         shares = self.home.shares_of(bucket.name)
         key = (bucket.size, shares)
         if key not in self._known:

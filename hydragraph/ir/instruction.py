@@ -128,6 +128,8 @@ class Instruction:
 
 
 def waits(instruction: Instruction, stream_of: Mapping[Value, Stream]) -> tuple[Value, ...]:
+    # A free waits only for messages and copies. All other values are complete, because an
+    # instruction that used them has waited for them.
     stream = instruction.stream
     free = instruction.op is Op.FREE
     cross_stream = [value for value in instruction.reads if stream_of[value] is not stream]

@@ -88,6 +88,7 @@ def parse_instruction(line: str, number: int) -> Instruction:
     except ValueError:
         streams = ", ".join(s.value for s in Stream)
         raise ValueError(f"line {number}: expected a stream ({streams}), found {name!r}") from None
+    # Instructions are aligned with several blanks, which carry no meaning.
     statement, waits, after = re.sub(r"\s+", " ", rest.strip()).partition(" after ")
     if waits and not re.fullmatch(_NAMES, after):
         raise ValueError(f"line {number}: expected values following 'after', such as 'h1.0, W.head', found {after!r}")

@@ -92,12 +92,14 @@ class Layout:
         names = {old: new for new, old in enumerate(before) if old is not None}
         rank = np.array([names.get(old, -1) for old in self.rank.tolist()], np.int64)
         row = np.flatnonzero(rank >= 0)
+        # A stable sort keeps each rank's intervals in the order of its buffer.
         row = row[np.argsort(rank[row], kind="stable")]
         places = None if nodes is None else np.array(nodes, np.int64)
         return replace(self._where(row), rank=rank[row], nodes=places)
 
     def within(self, lo: Ints, hi: Ints) -> Layout:
         """Restrict the layout to disjoint intervals [lo, hi), without changing positions in buffers."""
+        # low, high [rows, intervals]: the intersection of each row with each interval.
         low = np.maximum(self.lo[:, None], lo)
         high = np.minimum(self.hi[:, None], hi)
         row, which = np.nonzero(low < high)
@@ -118,6 +120,7 @@ class Layout:
     @property
     def missing(self) -> tuple[Ints, Ints]:
         """Starts and ends of the intervals that no rank stores, ascending."""
+        # end[i]: where the first i intervals end (0 at first). begin[i]: where the next one starts.
         row = np.argsort(self.lo, kind="stable")
         end = np.maximum.accumulate(np.concatenate((np.zeros(1, np.int64), self.hi[row])))
         begin = np.append(self.lo[row], self.size)
@@ -175,6 +178,8 @@ def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
     # Round each boundary separately, so that rounding errors do not accumulate.
     ideal = size * (np.concatenate(([0.0], np.cumsum(weights))) / weights.sum())
     cuts: Ints = np.minimum(np.rint(ideal / align).astype(np.int64) * align, size)
+    # The last rank with a share also gets the remainder; ranks after it get no elements.
+    # 20 elements for 3 equal ranks, aligned to 8: cuts 0, 8, 16, 20.
     cuts[np.flatnonzero(weights)[-1] + 1 :] = size
     return cuts
 
@@ -186,6 +191,7 @@ def _twice(
 
     The ranks of a node are adjacent and together own at most half of a copy, so no node owns an element twice.
     """
+    # Keep the ranks of a node together, and order nodes by their first ranks.
     first = {node: i for i, node in reversed(list(enumerate(nodes)))}
     order = sorted(range(len(nodes)), key=lambda i: first[nodes[i]])
     exact = [Fraction(float(weights[i])) for i in order]  # an inexact sum could exceed half of the total
@@ -209,6 +215,8 @@ def _twice(
         return min(round(at * size / unit) * unit, size) if at < 1 else size
 
     rows = [(i, cut(lo), cut(hi), 0) for i, lo, hi in zip(order, ends, ends[1:], strict=False)]
+    # The second copy is the first moved by half a bucket. An interval that crosses the bucket's end
+    # continues at its beginning, as a second interval.
     half = Fraction(1, 2)
     for i, lo, hi in zip(order, ends, ends[1:], strict=False):
         for begin, end in ((lo + half, min(hi + half, Fraction(1))), (max(lo - half, Fraction(0)), hi - half)):
@@ -238,11 +246,14 @@ def propagation(
     )
     assert all(stages), f"bucket {bucket.name}: every stage must have a rank"
     kinds_by_stage = [kinds] * len(stages) if isinstance(kinds, Mapping) else kinds
+    # cuts: (partial flag of each parameter, degree) -> stages (copies) that are sharded alike.
     cuts: dict[tuple[tuple[bool, ...], int], list[int]] = {}
     for copy, (stage, kind) in enumerate(zip(stages, kinds_by_stage, strict=True)):
         cuts.setdefault((_partial(bucket, len(stage), kind), len(stage)), []).append(copy)
     parts = [np.zeros((5, 0), np.int64)]
     for (partial, tp), copies in cuts.items():
+        # Stages that are sharded alike differ only in ranks: each column is broadcast to
+        # [stages, intervals].
         index, lo, hi, flag = _shards(bucket, tp, partial)
         rank = np.array([stages[copy] for copy in copies], np.int64)[:, index]
         rows = (rank, lo, hi, np.array(copies)[:, None], flag)
@@ -286,6 +297,7 @@ def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: in
     kept = kept[np.argsort(rank[kept], kind="stable")]
     rank, lo, hi, copy = (column[kept] for column in (rank, lo, hi, copy))
     partial = partial[kept]
+    # Merge adjacent rows with equal rank, copy and flag. opens: whether a row begins an interval.
     opens = np.ones(len(rank), bool)
     same = (rank[1:] == rank[:-1]) & (copy[1:] == copy[:-1]) & (partial[1:] == partial[:-1])
     opens[1:] = ~same | (lo[1:] != hi[:-1])

@@ -99,10 +99,12 @@ def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
     The receiver itself is nearest, followed by ranks on the receiver's node, and all other ranks.
     """
+    # Cut the source's intervals, so that several ranks can send parts of one interval.
     pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
     parts = source.within(pieces, np.append(pieces[1:], source.size))
     pairs = _pairs(parts, target, np.zeros_like(parts.copy), rank, target.rank)
     nodes = source.nodes
+    # cost: 0 for the receiver itself, 1 for other ranks, 2 for ranks on another node.
     cost = pairs.slices.leaving.astype(np.int64)
     if nodes is not None:
         cost += cost * (nodes[pairs.slices.src] != nodes[pairs.slices.dst])
@@ -113,6 +115,7 @@ def _distance(pairs: Slices, nodes: Ints | None) -> Ints:
     distance: Ints = np.abs(pairs.src - pairs.dst)
     if nodes is None:
         return distance
+    # New ranks have no known node. A rank on another node is farther than all ranks on the node.
     target_has_node = pairs.dst < len(nodes)
     apart = ~target_has_node | (nodes[pairs.src] != nodes[np.where(target_has_node, pairs.dst, 0)])
     return np.where(apart, distance + int(distance.max(initial=0)) + 1, distance)
@@ -127,6 +130,7 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     Raises:
         ValueError: the sizes differ, or one of the source's copies does not hold a needed element.
     """
+    # One line per copy: the copies' gradients are summed, so each copy must send every element.
     lines = np.unique(source.copy, return_inverse=True)[1]
     pairs = _pairs(source, target.first, lines, rank, target.first.rank)
     return _slices(pairs, pairs.partial | _one(pairs, pairs.slices.leaving.astype(np.int64)), rank)
@@ -209,6 +213,8 @@ def _ragged(counts: Ints) -> tuple[Ints, Ints]:
 
 def cells_of(lo: Ints, hi: Ints, end: int) -> SourceCells:
     """Split [0, end) into cells where intervals start or end."""
+    # Intervals [0, 4) and [2, 6): ends [0, 2, 4, 6], and the cells are stored by the intervals
+    # 0, then 0 and 1, then 1: first [0, 1, 3, 4, 4], rows [0, 0, 1, 1].
     ends = np.unique(np.concatenate((np.array([0, end]), lo, hi)))
     begin = np.searchsorted(ends, lo)
     row, place = _ragged(np.searchsorted(ends, hi) - begin)
@@ -226,6 +232,7 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
     cells = cells_of(source.lo + line * size, source.hi + line * size, lines * size)
     row, lo, hi = _targets(source, target, line, lines, rank)
 
+    # Slices: cut each target interval at the ends of cells. head: first cell of each interval.
     head = np.searchsorted(cells.ends, lo, "right") - 1
     item, place = _ragged(np.searchsorted(cells.ends, hi) - head)
     row = row[item]
@@ -233,6 +240,7 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
     lo = np.maximum(cells.ends[cell], lo[item])
     hi = np.minimum(cells.ends[cell + 1], hi[item])
 
+    # Every cell that a target needs must have a sender.
     holders = cells.first[cell + 1] - cells.first[cell]
     if not holders.all():
         i = int(np.argmin(holders))
@@ -243,6 +251,8 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
     # Turns do not depend on slices' indices, so every rank chooses the same senders.
     turn = turns[row] + cell
 
+    # Pairs: repeat each slice for its candidates, and convert positions on lines to positions in
+    # the bucket and in both local buffers.
     piece, place = _ragged(holders)
     holder = cells.rows[cells.first[cell[piece]] + place]
     row = row[piece]
@@ -272,9 +282,12 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
 
 
 def _one(pairs: _Pairs, cost: Ints) -> Bools:
+    # Each slice has only one candidate, so keep all pairs.
     if len(pairs.start) == len(cost):
         return np.ones(len(cost), bool)
     cheapest = cost == np.minimum.reduceat(cost, pairs.start)[pairs.piece]
+    # before: number of cheapest pairs before each pair. Among a slice's n cheapest candidates, the
+    # one with index turn % n is chosen.
     before = np.cumsum(cheapest) - cheapest
     chosen_place = before[pairs.start] + pairs.turn % np.add.reduceat(cheapest.astype(np.int64), pairs.start)
     chosen: Bools = cheapest & (before == chosen_place[pairs.piece])
@@ -286,6 +299,7 @@ def _slices(pairs: _Pairs, kept: Bools, rank: int | None) -> Slices:
         kept = kept & ((pairs.slices.src == rank) | (pairs.slices.dst == rank))
     chosen = pairs.slices.where(kept)
     chosen = chosen.where(np.lexsort((chosen.lo, chosen.src, chosen.dst)))
+    # Merge slices between the same ranks that are adjacent in the bucket and in both buffers.
     opens = np.ones(len(chosen), bool)
     opens[1:] = (np.diff(chosen.src) != 0) | (np.diff(chosen.dst) != 0) | (chosen.lo[1:] != chosen.hi[:-1])
     opens[1:] |= (np.diff(chosen.src_at - chosen.lo) != 0) | (np.diff(chosen.dst_at - chosen.lo) != 0)

@@ -37,6 +37,7 @@ def _counted(
     size = source.size
     lines = int(line.max(initial=0)) + 1
     cells = cells_of(source.lo + line * size, source.hi + line * size, lines * size)
+    # at [lines, target rows]: the first cell of each target interval on each line.
     at = np.searchsorted(cells.ends, target.lo + size * np.arange(lines)[:, None], "right") - 1
     needed = (target.rank, target.lo, target.hi)
     sent = _sent(source.rank, source.partial, *needed, cells, at, size, target.rank * 1, nodes, way)
@@ -73,6 +74,8 @@ def _sent(
                 holding_rows = cells.rows[cells.first[cell] : cells.first[cell + 1]]
                 if len(holding_rows) == 0:
                     return np.zeros((0, 0), np.int64)
+                # `equal` senders have the lowest cost, and the one with index `turn` is chosen.
+                # Every holder of a partial gradient sends, whatever its cost.
                 best, equal = _cheapest(source_rank, holding_rows, receiver, nodes, way)
                 turn = (turns[item] + cell) % equal
                 for row in holding_rows:

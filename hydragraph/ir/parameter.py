@@ -121,6 +121,7 @@ class Parameter:
         if self.rule is None or tp == 1:
             return ((0, self.size),)
         intervals = []
+        # start: first element of the segment. row: elements per entry of the sharded dimension.
         start = 0
         row = self._row
         for segment, n in enumerate(self.rule.segments):

@@ -169,6 +169,7 @@ class Program:
         graph = fx.Graph()
         tokens = graph.placeholder("batch")
         aux = self._call(graph, compute, (self.aux.template, tokens), "aux")
+        # A bucket that several blocks use, such as a tied embedding, is pulled once.
         weights: dict[str, fx.Node] = {}
         hidden = tokens
         users = {bucket.name: [] for bucket in self.buckets}
@@ -183,6 +184,7 @@ class Program:
                 users[name].append(hidden)
             if block is not self.blocks[-1]:
                 hidden = self._call(graph, communicate, (hidden, "stage"), f"c_{block.name}")
+        # Gradients are complete in reverse block order, so this is the order of the pushes.
         for bucket in (b for b in reversed(self.buckets) if b.learns):
             self._call(graph, push, (bucket.name, *users[bucket.name]), f"G_{bucket.name}")
         graph.output(hidden)

@@ -105,6 +105,7 @@ class Outline:
         if room is None:
             room = self._largest * (1 if any(bucket_of(name) != name for name in exchanges) else 2)
         result = []
+        # Three exchanges of 3 elements with room for 6: the third waits for the first.
         under_way: deque[str] = deque()
         size = 0
         for exchange in exchanges:

@@ -64,6 +64,8 @@ class RankProgram:
         return tuple(dict.fromkeys(m for role in self.roles for m in role.micro_batches))
 
     def span_of(self, role: Role) -> Span:
+        # Interleaved stages: the n-th role of a pipeline has the n-th range. Pipelines that share a
+        # stage have one role each, and therefore all have the first range.
         return self.layers[[earlier.pipeline for earlier in self.roles[: self.roles.index(role)]].count(role.pipeline)]
 
     def __str__(self) -> str:

@@ -69,6 +69,7 @@ class SharedPrograms(Sequence[RankProgram]):
     @staticmethod
     def gather(found: Iterable[tuple[RankProgram, Body, Peers]]) -> SharedPrograms:
         """Combine headers, bodies and peers, and merge equal bodies of one kind."""
+        # number: (place, body) -> kind, for equal bodies that are different objects.
         number: dict[Hashable, int] = {}
         # The key is the identity of a body, so that each body is compared only once.
         kind_of: dict[tuple[Hashable, int], int] = {}

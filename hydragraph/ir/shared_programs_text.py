@@ -71,6 +71,7 @@ def _pattern(program: RankProgram) -> str:
 
 
 def _letters(number: int) -> str:
+    # Like columns of a spreadsheet: 0 is A, 25 is Z, and 26 is AA.
     letters = ""
     number += 1
     while number:

@@ -92,6 +92,7 @@ def _line(instruction: Instruction) -> str:
 
 
 def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ...]:
+    # pipelines[pipeline][stage]: the program of the stage's first rank, which represents the stage.
     pipelines: dict[int, dict[int, RankProgram]] = defaultdict(dict)
     for rank, program in enumerate(programs):
         visits = Counter(role.pipeline for role in program.roles)
@@ -123,6 +124,7 @@ def _place(program: RankProgram) -> tuple[object, ...]:
 def _check_pipeline(
     pipeline: int, stages: Mapping[int, RankProgram], programs: Sequence[RankProgram], outline: Outline
 ) -> None:
+    # layer: first layer that no stage has covered so far.
     layer = 0
     stage, program = next(iter(stages.items()))
     runs = _role(program, pipeline, stage).micro_batches
@@ -164,6 +166,8 @@ def _site(program: RankProgram, pipelines: Mapping[int, Mapping[int, RankProgram
 
 
 def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode) -> None:
+    # halved: blocks and micro-batches whose backward has two halves. missing: work of this rank
+    # that no instruction has done yet -> the values that it must read and write.
     halved = {
         (backward.target, backward.micro_batch)
         for _, backward in _of(program, Op.BACKWARD)
@@ -252,6 +256,8 @@ def _work(
 
 def _check_values(program: RankProgram) -> None:
     """Check that values are complete before use, awaited if written on another stream, and freed after last use."""
+    # alive: value -> instruction that wrote it. pushed, freed, last: value -> index of its push, of
+    # its free, and of its last use.
     pushed: dict[Value, int] = {}
     alive: dict[Value, Instruction] = {}
     freed: dict[Value, int] = {}
@@ -267,6 +273,7 @@ def _check_values(program: RankProgram) -> None:
                 raise _fail(program, index, f"{value} is {'freed' if instruction.op is Op.FREE else 'read'}, but {why}")
             last[value] = index
         needed = waits(instruction, {value: alive[value].stream for value in instruction.reads})
+        # Pulls and pushes may also wait for earlier exchanges, which `_check_window` checks.
         after = [value for value in instruction.after if value in needed or instruction.op not in (Op.PULL, Op.PUSH)]
         if set(after) != set(needed) or len(after) != len(needed):
             expected = ", ".join(sorted(needed)) or "nothing"
@@ -294,6 +301,7 @@ def _check_values(program: RankProgram) -> None:
 
 def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline, mode: Mode) -> None:
     for op, kind in ((Op.PULL, ValueKind.WEIGHTS), (Op.PUSH, ValueKind.GRADIENTS)):
+        # mine: exchanges whose values a rank's computations use. used: exchanges of any rank.
         mine = [_named(program, kind) for program, _ in ones]
         used = frozenset().union(*mine)
         for (program, _), own in zip(ones, mine, strict=True):
@@ -380,6 +388,8 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
 
 def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> None:
     """Check that only neighbors exchange messages, with the same values in the same order on both ends."""
+    # (sender, receiver) -> (index of the instruction, value), in program order. Messages between
+    # two ranks arrive in order, so the n-th send must match the n-th receive.
     sends: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     receives: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     for program, site in zip(programs, sites, strict=True):

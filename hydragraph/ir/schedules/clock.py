@@ -85,11 +85,13 @@ def beats_of(shape: ScheduleShape) -> tuple[tuple[StageTimes, ...], ...]:
     if any(len(set(rows)) < len(rows) for rows in shape.stages):
         assert len(shape.stages) == 1, "only pipelines without interleaved stages may share stages"
         return (_returning(shape.stages[0]),)
+    # times[pipeline][stage]: arrives, forward, backward and every, in fractions of the iteration.
     times: list[list[list[Fraction]]] = []
     for i, (count, chain) in enumerate(zip(shape.counts, shape.stages, strict=True)):
         entry = Fraction(i, len(shape.counts) * count)
         totals = [shape.totals[stage] for stage in chain]
         times.append([[*row, Fraction(1, count)] for row in _times(totals, entry)])
+    # unit: ticks per iteration, such that all times are integers.
     unit = lcm(*(time.denominator for pipeline in times for row in pipeline for time in row))
     return tuple(
         tuple(StageTimes(numbers.start, *(int(time * unit) for time in row)) for row in rows)
@@ -119,6 +121,8 @@ def _timed(
 
 
 def _returning(rows: Sequence[int]) -> tuple[StageTimes, ...]:
+    # A round takes 2 ticks per row: one for a forward, and one for a backward.
+    # there: rows of this round so far. begin: first tick of this round.
     size = len(set(rows))
     forwards: list[int] = []
     begin = 0
@@ -129,6 +133,7 @@ def _returning(rows: Sequence[int]) -> tuple[StageTimes, ...]:
             there = []
         forwards.append(begin + 2 * len(there))
         there.append(row)
+    # A set's next micro-batch enters after 2 ticks, but the next set only after all rounds.
     pause = begin
     return tuple(
         StageTimes(0, forwards[max(0, at - 1)], forward, 2 * forwards[-1] + 1 - forward, 2, size, pause)
@@ -137,6 +142,7 @@ def _returning(rows: Sequence[int]) -> tuple[StageTimes, ...]:
 
 
 def _times(runs: Sequence[int], entry: Fraction) -> Iterator[tuple[Fraction, Fraction, Fraction]]:
+    # steps: half of the longer period of each two neighbors. runs: micro-batches of each stage.
     steps = [Fraction(1, 2 * min(one, other)) for one, other in pairwise(runs)]
     forwards = [entry]
     for step in steps:

@@ -177,6 +177,7 @@ class Schedule:
     def in_flight(self, stage: int) -> int:
         """Return the largest number of micro-batches that a row has started and not finished (last gradient)."""
         row = self.actions[stage]
+        # A split backward has two actions, and activations are needed until the second.
         last = {(action.micro_batch, action.visit): i for i, action in enumerate(row)}
         alive = most = 0
         for i, action in enumerate(row):
@@ -214,6 +215,8 @@ class Schedule:
         Args:
             lengths: durations of each row's actions, as integers or fractions; default: 1.
         """
+        # ends: result of a forward or backward -> time when it exists. free: row -> end of its last
+        # action. Each pass over the rows runs all actions whose inputs exist.
         ends: dict[_End, Any] = {}
         free: list[Any] = [0] * len(self.actions)
         begins: list[list[Any]] = [[] for _ in self.actions]
@@ -229,6 +232,7 @@ class Schedule:
                     begin = max([free[stage], *(ends[need] for need in needs)])
                     free[stage] = begin + (lengths[stage][len(begins[stage])] if lengths is not None else 1)
                     begins[stage].append(begin)
+                    # No other action needs weight gradients.
                     if action.work is not Work.WEIGHT_GRADIENT:
                         ends[(stage, action.visit), action.work in RETURNING, action.micro_batch] = free[stage]
                     advanced = True
@@ -261,6 +265,8 @@ def _parsed(stage: int, at: int, cell: str) -> Action:
 
 def _next_smaller(numbers: Sequence[int]) -> list[int]:
     result = [len(numbers)] * len(numbers)
+    # larger: indices that still wait for a smaller number; their numbers ascend.
+    # [0, 2, 1] yields [3, 2, 3], in which 3 means none.
     larger: list[int] = []
     for i, number in enumerate(numbers):
         while larger and numbers[larger[-1]] > number:

@@ -46,6 +46,8 @@ def schedule_of(kind: str, shape: ScheduleShape, mode: Mode = "train") -> Schedu
 @lru_cache(maxsize=256)
 def most_in_flight(kind: str, stages: int) -> tuple[int | None, ...]:
     """Return the largest number of micro-batches in flight on each stage, or None if there is no limit."""
+    # Limited schedules hold at most `stages` micro-batches. If all of stages + 1 are held at once,
+    # the schedule is unlimited.
     count = stages + 1
     schedule = KINDS[kind](ScheduleShape.alone(stages, count))
     return tuple(most if most < count else None for most in map(schedule.in_flight, range(stages)))
@@ -62,6 +64,7 @@ def table_of(kind: str, rows: int | tuple[int, ...], count: int) -> ScheduleTabl
     Args:
         rows: row of each stage, or the number of stages.
     """
+    # Powers of two: a table also serves all smaller counts, so few tables are built.
     return _table(kind, tuple(range(rows)) if isinstance(rows, int) else rows, 1 << max(3, (count - 1).bit_length()))
 
 
