@@ -66,6 +66,8 @@ class Buffers:
             self._returned[len(buffer), buffer.dtype].append((buffer, self._streams.mark()))
 
     def _free(self, idle: Idle, key: tuple[int, torch.dtype]) -> tuple[Tensor, Mark] | None:
+        # Prefer the buffer that was returned last among those that the device no longer reads.
+        # Otherwise, wait for the oldest only if many are idle: a new buffer needs no wait.
         candidates = idle.get(key, [])
         at = next((i for i in reversed(range(len(candidates))) if self._streams.passed(candidates[i][1])), None)
         if at is None:

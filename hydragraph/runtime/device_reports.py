@@ -89,6 +89,7 @@ def report_devices(groups: Groups, probe: Callable[[], float] | None = None) -> 
     reports = tuple(groups.gather(own))
     check_versions(reports)
     for _ in range(PROBES - 1):
+        # All ranks have the same reports, so they leave the loop together.
         if not _differ_in_speed(reports):
             break
         per_s = max(own.products_per_s, measured())
@@ -122,6 +123,7 @@ def types_of(reports: Sequence[DeviceReport]) -> tuple[str, ...]:
 
 
 def _differ_in_speed(reports: Sequence[DeviceReport]) -> bool:
+    # Speeds differ if equal speeds would result in fewer types.
     equally_fast = [replace(report, products_per_s=1.0) for report in reports]
     return len(set(types_of(reports))) > len(set(types_of(equally_fast)))
 

@@ -57,6 +57,7 @@ class Exchange:
 
     @cached_property
     def gather(self) -> SliceTable:
+        # Pieces are adjacent in the message: each begins where the earlier ones end.
         at, length = _columns(self.sends)
         return SliceTable.make(at, length.cumsum(0) - length, length, device=self.device)
 
@@ -106,6 +107,7 @@ def push_exchange(
     source: Layout, target: Layout, rank: int, ranks: int, device: torch.device | None = None
 ) -> Exchange:
     native = "reduce_scatter" if is_reduce_scatter(source, target) and len(target.ranks) == ranks > 1 else None
+    # Only first owners sum, so the target is this rank's part of the first copy.
     first = target.first.of(rank)
     ends = (0, source.local_size(rank)), _span(first.at, first.hi - first.lo)
     lowered = _lower(reduce(source, target, rank), *ends, rank, ranks, device)
@@ -230,6 +232,7 @@ class Transfer:
             message = self.groups.all_gather(Channel.PULL, target, outgoing)
             return self._finish(message, lambda: target, outgoing)
         outgoing = self._gathered(home, dtype)
+        # The gathered data is the target, because all of it stays on this rank, in order.
         if exchange.stays and exchange.in_order:
             return Finish(lambda: outgoing)
         incoming = buffers.take(sum(exchange.received), dtype)
@@ -246,6 +249,7 @@ class Transfer:
         return self._finish(message, scatter, outgoing)
 
     def _added(self, gradients: Tensor, home: Tensor, dtype: torch.dtype) -> Finish:
+        # A streamed bucket has several pushes. The first overwrites the home, the others add to it.
         stays = self.exchange.is_identity
         sums = gradients if stays else self.buffers.take(len(home))
         push = Finish(lambda: gradients) if stays else self._summed(gradients, sums, dtype)
@@ -284,6 +288,8 @@ class Transfer:
         message = self._send(Channel.PUSH, incoming, outgoing)
 
         def add() -> Tensor:
+            # If every peer sends all elements, `incoming` is [peers, elements]. Otherwise,
+            # slices are added one after the other. Both sum in rank order.
             if exchange.whole > 1:
                 _sum(incoming.view(exchange.whole, -1), home)
             else:
@@ -338,6 +344,7 @@ def _part(buffer: Tensor, at: int, size: int) -> Tensor:
 
 
 def _sum(rows: Tensor, into: Tensor) -> None:
+    # Begin with the sum of two rows, or with a cast of the first, to save a pass over memory.
     if rows.dtype == into.dtype:
         torch.add(rows[0], rows[1], out=into)
         rows = rows[2:]

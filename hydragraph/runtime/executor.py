@@ -209,6 +209,7 @@ class Executor:
             if self.beside is not None:
                 self.beside.go_on()
             for value in instruction.after:
+                # Pulls and pushes wait for room in flight, other instructions for values.
                 if instruction.op in (Op.PULL, Op.PUSH):
                     self._make_room(iteration, instruction.stream, value)
                 else:
@@ -236,6 +237,7 @@ class Executor:
         return self._groups.waited_s
 
     def _after_last_step(self) -> None:
+        # No message may overtake the last step's update, which runs on the compute stream.
         start = self.streams.mark()
         for stream in (Stream.PULL, Stream.PUSH, Stream.P2P):
             with self.streams.on(stream):
@@ -257,6 +259,7 @@ class Executor:
         pending = under_way.get(value)
         if pending is None:
             return
+        # A push is complete only when its sums have been sent to second owners.
         if pending.follows:
             self._begin_handing(it, value, pending)
         with self.streams.on(stream):  # the compute stream must not wait for this
@@ -296,6 +299,7 @@ class Executor:
         block = it.prepared.blocks[instruction.target]
         shards = self._weights(it, instruction)
         hidden = next((it.values[value] for value in instruction.reads if value.kind is ValueKind.ACTIVATION), None)
+        # Stages exchange whole hidden states, but each rank computes with its own tokens.
         if block.enters and hidden is not None:
             hidden = it.collectives.split(hidden, 1)
         if self._exact and hidden is not None:
@@ -318,6 +322,7 @@ class Executor:
         if len(instruction.writes) > 1:
             it.values[instruction.writes[1]] = let_go(kept, self._streamed(it, instruction))
             if instruction.writes[1] in it.prepared.offloaded:
+                # Weights and inputs stay on the device in any case.
                 others = tree_leaves([value for name, value in operands.items() if name != "hidden"])
                 it.staying[instruction.writes[1]] = {storage_address(x) for x in others if isinstance(x, Tensor)}
 
@@ -383,6 +388,7 @@ class Executor:
             self._settle(it)
 
     def _settle(self, it: _Iteration) -> None:
+        # Move this micro-batch's gradients to exact sums. The next backward takes new buffers.
         for value in [value for value in it.values if value.kind is ValueKind.GRADIENTS]:
             written = it.values.pop(value)
             it.views.pop(value, None)
@@ -486,6 +492,7 @@ class Executor:
             total = home.new_empty(0)
         else:
             it.values[value] = total
+            # The buffer is uninitialized where no backward has written.
             for parameter, shard in self._shards(it, value).items():
                 if parameter not in it.added:
                     shard.zero_()
@@ -523,6 +530,8 @@ class Executor:
 
     def _hand_on(self, it: _Iteration, wait: bool = False) -> None:
         for value, pending in list(it.pushing.items()):
+            # All ranks start second exchanges in the order of the pushes, so one that has not
+            # arrived delays the later ones.
             if pending.follows:
                 if not (wait or pending.arrived):
                     break
@@ -574,12 +583,14 @@ class Executor:
         mine = it.timing.times
         row = [*said, mine.seconds, *astuple(mine.exposed), mine.ran, mine.queued, mine.probe, *mine.own]
         results = {value.micro_batch: loss for value, loss in it.values.items() if value.kind is ValueKind.LOSS}
+        # All ranks of a stage have the same losses, so only the first counts them.
         results = results if it.prepared.part.index == 0 else {}
         scores = self._scores(it, results)
         losses = list(results.values()) if it.scored is None else [-scores[:, 0].sum()]
         add = self._exact_totals if self._exact else self._plain_totals
         parts, scale = add(it, losses)
         at = parts.numel()
+        # Other ranks' rows are 0 here, so the sum over ranks gathers all rows.
         rows = torch.zeros(world.ranks, len(row), dtype=torch.float64, device=self._device)
         rows[world.rank] = torch.tensor(row, dtype=torch.float64)
         totals = torch.cat([parts.flatten(), rows.flatten(), scores.flatten()])
@@ -594,6 +605,7 @@ class Executor:
         end = at + rows.numel()
         by_rank = totals[at:end].view(rows.shape).tolist()
         said_by = tuple(tuple(map(int, rank_row[:SAYS])) for rank_row in by_rank)
+        # As in `row`: seconds, 4 exposed times, ran, queued, probe, then the times of templates.
         spent = (rank_row[SAYS:] for rank_row in by_rank)
         ranks = tuple(
             RankTimes(times[0], ExposedSeconds(*times[1:5]), tuple(times[8:]), *times[5:8]) for times in spent

@@ -180,6 +180,7 @@ def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[OwnedPart]:
     pieces = []
     at = 0
     for parameter, start in zip(bucket.parameters, bucket.offsets().values(), strict=True):
+        # parts: (lo, hi, whether counted) of each interval, relative to the parameter.
         parts = [(max(lo - start, 0), min(hi - start, parameter.size), copy == 0) for lo, hi, copy in rows]
         parts = [part for part in parts if part[0] < part[1]]
         intervals = tuple((lo, hi) for lo, hi, _ in parts)
@@ -287,6 +288,7 @@ _BY_SHAPE = (
 
 
 def _whole_options(factory: OptimizerFactory, state: HomeState) -> dict[str, dict[str, Any]] | Exception:
+    # Expanded tensors have the model's shapes, but only one element of memory.
     shapes = ((name, p, state.pieces[name].parameter.shape) for name, p in state.named())
     named = [(name, nn.Parameter(p.new_zeros(()).expand(shape))) for name, p, shape in shapes]
     try:

@@ -64,6 +64,7 @@ def copy_to_host(saved: Sequence[Any], staying: Container[int]) -> HostCopy:
         size = value.untyped_storage().nbytes()
         if not moves(size) or size % value.element_size():
             return value
+        # Tensors that share a storage share one copy, which is restored with their strides.
         key = (storage_address(value), value.dtype)
         if key not in storages:
             whole = value.as_strided((size // value.element_size(),), (1,), 0)

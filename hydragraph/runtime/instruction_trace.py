@@ -135,6 +135,7 @@ class Timing:
 
     def probed(self, found: ProbeResult) -> None:
         self._probe = found.per_s
+        # An idle rank has computed only the probe.
         if not self._works:
             self._ran = found.ran
             self._queued = found.queued

@@ -56,12 +56,14 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
     """Measure the links between ranks on these nodes; all ranks call this."""
     ranks = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)}
     by_node = list(ranks.values())
+    # Within nodes: the first two ranks of each node, on all nodes at once.
     within = {i: (own[0], own[1]) for i, own in enumerate(by_node) if len(own) > 1}
     times = exchange(groups, list(within.values()))
     messages = next(iter(times.values()), ())
     inner: list[Interconnect | None] = [None] * len(by_node)
     for i, (one, other) in within.items():
         inner[i] = _slower(link_of(times[one, other]), link_of(times[other, one]))
+    # Between nodes: the first ranks of two nodes, in rounds of disjoint pairs.
     outbound: list[Interconnect | None] = [None] * len(by_node)
     inbound = list(outbound)
     cards = [1] * len(by_node)
@@ -79,6 +81,8 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
 
 def tournament(players: int) -> list[list[Pair]]:
     """Return rounds of disjoint pairs; any two players meet once, and if `players` is odd, one pauses in each round."""
+    # Circle method: player 0 stays, and the others move by one place per round. Opposite places
+    # meet: in the first round of 4 players, (0, 3) and (1, 2).
     even = players + players % 2
     turning = list(range(1, even))
     rounds = []
@@ -139,6 +143,7 @@ def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
         for one, other in left:
             for way in ((one, other), (other, one)):
                 by_pair[way].append((size, one_way(everyone[way[0]], by_pair[way])))
+        # All ranks know all times, so all skip the same pairs.
         left = [pair for pair in left if max(everyone[pair[0]], everyone[pair[1]]) <= LONGEST_S]
     return {pair: tuple(messages) for pair, messages in by_pair.items()}
 
@@ -172,6 +177,7 @@ def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = 
             groups.wait(work)
         synchronise(groups.world.device)
         times.append(time.perf_counter() - began)
+    # The first turn is a warm-up.
     return times[1:]
 
 

@@ -126,6 +126,8 @@ class Preparer:
         halved = mode != "evaluate" and strategy.schedule not in WHOLE_BACKWARD
         every = variants.program.blocks
         blocks = {every[k].name: self._bind(variants, k, part, here, halved) for k in here.positions} if here else {}
+        # links: (operation, name) -> this rank's pull and push. last, first: bucket -> name of its
+        # last and first push. apart: buckets whose gradients need a buffer separate from the home.
         links = {(turn.op, turn.name): self._link(turn, placement) for turn in turns(placement, mode)}
         pushes = {name: push for (op, name), (_, push) in links.items() if op is Op.PUSH and push is not None}
         last = {bucket_of(name): name for name in pushes}
@@ -184,6 +186,7 @@ class Preparer:
         stages = turn.stages
         kinds = stage_kinds(self._program, bucket, placement, stages, self._variants.kinds)
         source = self._homes[bucket.name]
+        # Layers with equal buckets, homes and stages share their exchanges.
         key = (bucket.form, bucket.learns, source, stages, tuple(tuple(k.values()) for k in kinds))
 
         def make() -> tuple[Exchange, Exchange | None]:

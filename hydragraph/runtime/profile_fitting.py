@@ -93,8 +93,10 @@ def fit_work(
         ValueError: there are fewer measurements than constants, or a time is not above 0.
     """
     limited = sorted({*reaches} - {WHOLE}, key=lambda each: each.order)
+    # rows [micro-batches, constants]: sum of l^2, sum of l, 1, then token pairs per limited reach.
     rows = _features(micro_batches, limited)
     measured = _positive(seconds, 2 + len({*reaches}))
+    # Constants of columns that are not used stay 0.
     used = [*([QUADRATIC] if WHOLE in reaches else []), LINEAR, ONCE, *range(FIRST_NEAR, rows.shape[1])]
     constants = np.zeros(rows.shape[1])
     constants[used] = _nnls(rows[:, used], measured, measured)
@@ -142,6 +144,7 @@ def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], f
     tokens = np.unique(rows[:, LINEAR])
     speed = np.array([t / linear[rows[:, LINEAR] == t].mean() for t in tokens])
     useful = PLATEAU * speed.max()
+    # Interpolate between the last count below the threshold and the first one above.
     first = int(np.argmax(speed >= useful))
     if first == 0:
         return int(tokens[0])
@@ -311,6 +314,7 @@ def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDAr
     """Minimize weighted squared relative errors, with scaled columns, because columns differ by up to 10^10."""
     from scipy.optimize import nnls  # SciPy is imported here, because few ranks compute fits
 
+    # Minimize the sum of w (row x / seconds - 1)^2 = (row sqrt(w) / seconds x - sqrt(w))^2.
     root = np.sqrt(weights)
     weighed = rows * (root / seconds)[:, None]
     scale = np.linalg.norm(weighed, axis=0)

@@ -173,12 +173,15 @@ def measure_types(
     device = devices[places[world.rank].type]
     tell = progress or (lambda done, total, what: None)
     representatives = {block.template: block for block in program.blocks}
+    # One timing per template and kind of stage, in the same order on all ranks.
     timings: list[_Timing] = []
     for kind in settings.every_kind:
         bench = Bench(subject, kind, groups, places, device)
         rows = bench.that_fit(settings.micro_batches, list(representatives.values()))
         timings += [bench.timing(block, rows) for block in [*representatives.values(), program.aux]]
     total = len(timings) + settings.repeats + 2
+    # Repetitions of one timing are spread over time, so that a disturbance affects only one.
+    # Timings that are precise enough are not repeated.
     left = timings
     for turn in range(settings.repeats + 1):
         if turn:
@@ -196,6 +199,7 @@ def measure_types(
         timings = [timing.divided(types) for timing in timings]
         places = [replace(place, type=name) for place, name in zip(places, types, strict=True)]
     types = tuple(place.type for place in places)
+    # measurements: device type -> kind of stage -> times by template.
     measurements: dict[str, dict[StageKind, Measurements]] = {name: {} for name in types}
     for timing in timings:
         template = AUX if timing.block is program.aux else timing.block.template
@@ -357,6 +361,8 @@ def _per_element(
 
 def standard_error(seconds: Sequence[float]) -> float:
     """Return the relative standard error of the median of normally distributed times, ignoring outliers."""
+    # The median absolute deviation is 0.67 standard deviations, and a median's standard error is
+    # sqrt(pi / 2) times that of a mean.
     middle = median(seconds)
     deviation = median(abs(each - middle) for each in seconds) / NormalDist().inv_cdf(0.75)
     return math.sqrt(math.pi / 2 / len(seconds)) * deviation / middle if middle > 0 else 0.0
@@ -365,6 +371,7 @@ def standard_error(seconds: Sequence[float]) -> float:
 def _bytes_of(piece: BlockPiece) -> tuple[float, float, float]:
     """Return a block's kept bytes per token, temporary bytes per token, and bytes at 0 tokens."""
     assert piece.held is not None, "a measured block must have known memory"
+    # Each of the lines is (bytes at 0 tokens, bytes per token).
     lines = piece.held
     constant, kept = map(sum, zip(lines.saved, lines.output, strict=True))
     working = max(0.0, lines.forward[1] - kept, lines.backward[1])
@@ -419,6 +426,7 @@ class Bench:
         for block in blocks:
             piece = self._sizes(block)
             kept, working, fixed = _bytes_of(piece)
+            # Memory without weights in the compute dtype and fp32 gradients.
             free = device.memory - fixed - piece.parameters * device.itemsize - 4 * (piece.parameters - piece.frozen)
             most = min(most, free / max(kept + working, 1e-9))
         limits: dict[str, float] = {}
@@ -453,12 +461,14 @@ class Bench:
 
     def _links(self, piece: BlockPiece, rows: Sequence[Lengths], fitting: int) -> list[int]:
         device = self._priced
+        # As in `block_run`: fp32 weights and gradients, and weights in the compute dtype.
         weights = piece.parameters * (2 * 4 + device.itemsize)
         kept, working, fixed = _bytes_of(piece)
         own = [CHAIN] * len(rows)
         for i, row in enumerate(rows[:fitting]):
             left = device.memory - fixed - sum(row) * working
             own[i] = int(left // max(weights + sum(row) * kept, 1.0))
+        # Ranks of a stage run the same collectives, so chains must have equal lengths on all ranks.
         least = [max(1, min(column)) for column in zip(*self._groups.gather(own), strict=True)]
         return least[:fitting] + [0] * (len(rows) - fitting)
 
@@ -608,6 +618,7 @@ class _Timing:
 
     def seconds(self, rank: int, count: int) -> tuple[float, float]:
         """Return a rank's median seconds and standard error for `count` blocks."""
+        # turn[rank][row] is (forward, backward).
         samples = [count * sum(map(sum, turn[rank])) for turn in self.counted]
         error = stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else math.inf
         return median(samples), math.sqrt(math.pi / 2) * error

@@ -38,6 +38,8 @@ def sharded(piece: OwnedPart, flat: Tensor, once: bool = False) -> OwnedBoxes:
     shape = piece.parameter.shape
     rule = piece.parameter.rule
     dim = rule.dim if rule is not None else 0
+    # Intervals are in canonical order, with the sharded dimension first. Boxes are found in this
+    # order, and then moved to the order of the parameter's dimensions.
     canonical = (*shape[dim : dim + 1], *shape[:dim], *shape[dim + 1 :])
     views = {}
     for ((lo, hi), part), counted in zip(piece.cut(flat.detach()), piece.counted, strict=True):

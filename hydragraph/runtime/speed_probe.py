@@ -77,6 +77,7 @@ class SpeedProbe:
             self._multiply(factor, out)
             count += 1
             now = self._clock()
+            # The process was stopped during this product, and now begins to run again.
             if now - before > STOP_S:
                 stops.append(self._read(count))
         if len(stops) > 1:
@@ -93,5 +94,6 @@ class SpeedProbe:
 
 def _between(began: _ClockReading, ended: _ClockReading) -> ProbeResult:
     ran, queued = ended.ran - began.ran, ended.queued - began.queued
+    # crowded: how much faster the probe would be without other processes on its core.
     crowded = (ran + queued) / ran if ran > 0 else 1.0
     return ProbeResult(crowded * (ended.count - began.count) / (ended.seconds - began.seconds), ran, queued)

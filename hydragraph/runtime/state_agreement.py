@@ -131,6 +131,7 @@ def meet(standings: Sequence[RankStates | None], before: Sequence[int | None]) -
         raise ValueError(
             f"move: `before` has {len(before)} numbers for {len(standings)} ranks: give one number per rank"
         )
+    # Check `before` against the numbers that ranks have had.
     old_ranks = [old for old in before if old is not None]
     if len(set(old_ranks)) != len(old_ranks):
         raise ValueError(f"move: `before` is {list(before)}: two ranks cannot both have been rank {_twice(old_ranks)}")
@@ -149,6 +150,8 @@ def meet(standings: Sequence[RankStates | None], before: Sequence[int | None]) -
     # A rank switches to new state only after all ranks have received it.
     newest = max((standing.held.place.generation for standing in alive.values()), default=-1)
     states = {new: state for new, standing in alive.items() if (state := standing.of(newest))}
+    # done: ranks with all updates. last: ranks without the last update, but with all its gradients,
+    # so that they can still finish it. All other ranks count as new.
     updates = max((state.progress.updates for state in states.values()), default=0)
     done = {new: state for new, state in states.items() if state.progress.updates == updates}
     last = {new: s for new, s in states.items() if s.progress.updates == updates - 1 and s.progress.gathered}

@@ -168,6 +168,7 @@ class Route:
                 width = self.width(parameter.name)
                 end = lo + parameter.size
                 while lo < end:
+                    # A window has at least one element, even if the element is wider than `chunk`.
                     if room < width:
                         yield window
                         window = {}
@@ -195,6 +196,7 @@ class Route:
 
 def _held(source: Layout, lo: int, hi: int) -> tuple[Ints, Ints]:
     """Return the starts and ends of the intervals of [lo, hi) whose elements are not lost."""
+    # The intervals between the lost ones: from 0 to the first lost one, and so on to the end.
     begin, end = source.missing
     starts = np.concatenate((np.zeros(1, np.int64), end)).clip(lo, hi)
     ends = np.append(begin, source.size).clip(lo, hi)
@@ -250,6 +252,8 @@ class StateTransfer:
         route, world = self.route, self.groups.world
         rank, columns, old = world.rank, route.columns, self.old
         parts = list(route.parts(window, rank))
+        # The message is ordered by peer. Both ends have a peer's parts in the same order, because
+        # `parts` yields them in one order, and sorting is stable.
         leaving = sorted((p for p in parts if p.src == rank != p.dst), key=lambda part: part.dst)
         arriving = sorted((p for p in parts if p.dst == rank != p.src), key=lambda part: part.src)
         sent, received = [0] * world.ranks, [0] * world.ranks

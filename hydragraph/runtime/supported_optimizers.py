@@ -58,6 +58,8 @@ def call_factory(factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]
 
 def state_bytes(factory: OptimizerFactory, names: Sequence[str], dtype: torch.dtype) -> int:
     """Return the state's bytes per element: fp32 weight, optimizer state and, for `hydragraph.AdamW`, 16-bit copy."""
+    # Take a step with two elements per parameter. States of two elements are per element; step
+    # counts, for example, are not.
     named = [(name, nn.Parameter(torch.ones(2))) for name in names]
     for _, parameter in named:
         parameter.grad = torch.ones(2)
@@ -70,6 +72,7 @@ def state_bytes(factory: OptimizerFactory, names: Sequence[str], dtype: torch.dt
 
 
 def _constructed(error: Exception) -> type[torch.optim.Optimizer] | None:
+    # If the factory failed in an optimizer's __init__, a frame of the traceback has the optimizer.
     for frame, _ in traceback.walk_tb(error.__traceback__):
         built = frame.f_locals.get("self")
         if isinstance(built, torch.optim.Optimizer):

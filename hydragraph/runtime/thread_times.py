@@ -33,6 +33,8 @@ class ThreadTimes:
         ran, queued = self._read()
         waited = queued - self._queued
         self._queued = queued
+        # The kernel also counts stops by CPU quotas as waits. The file with their times is
+        # read only after noticeable waits, because reading takes time.
         if waited > _NOTED_S:
             throttled = throttled_seconds()
             waited = max(0.0, waited - (throttled - self._throttled))
