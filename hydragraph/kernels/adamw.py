@@ -126,6 +126,7 @@ def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     The operator rounds a vector's last size % 16 elements differently. These elements of all shards with equal step
     counts are therefore joined and padded.
     """
+    # bodies: multiples of 16 elements. tails: the rest of each shard.
     bodies: list[Shard] = []
     tails: list[Shard] = []
     for shard in shards:
@@ -141,6 +142,7 @@ def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     for step in {tail.step for tail in tails}:
         ends = [tail for tail in tails if tail.step == step]
         sizes = [tail.weight.numel() for tail in ends]
+        # With padding, joined tails are multiples of 16. Updated values are copied back.
         joined = [F.pad(torch.cat(column), (0, -sum(sizes) % UNIT)) for column in _columns(ends)]
         weight, gradient, moment, square = joined
         _fused([Shard(weight, gradient, moment, square, None, step)], settings)
@@ -195,6 +197,8 @@ def launch(shard: Shard, settings: AdamWSettings) -> None:
     size = shard.weight.numel()
     body = size // UNIT * UNIT
     constants = {"MAXIMIZE": settings.maximize, "COPY": shard.copy is not None, "BLOCK": _BLOCK}
+    # The first launch has a multiple of 16 elements, for wide accesses. Without copies, the kernel
+    # gets another tensor in their place, which it does not write.
     for low, high in ((0, body), (body, size)):
         if low < high:
             parts = shard.part(low, high).tensors()
@@ -294,6 +298,7 @@ class AdamW(torch.optim.AdamW):
         else:
             torch.ops.aten._foreach_add_.Scalar(steps, 1)
         values = [step.item() for step in steps]
+        # Joining shards is slow, so it is done again only if tensors or step counts have changed.
         prepared = self._prepared.get(number)
         if prepared is None or prepared.next != values or prepared.marks != marks:
             shards = [self._shard(p, int(value)) for p, value in zip(learning, values, strict=True)]

@@ -227,6 +227,7 @@ class _Loop:
         group = q.shape[1] // k.shape[1]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=wide_dtype(q.dtype))
+        # n sequences of equal length share a call. Their tokens are [a, b).
         for a, b, n in runs(call.starts):
             inputs = _heads_first(q[a:b], n), _heads_first(k[a:b], n, group), _heads_first(v[a:b], n, group)
             if _needs_tiles(settings, (b - a) // n):

@@ -34,6 +34,7 @@ def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Te
             where="varlen_attention",
             remedy="set the config's attention dropout to 0, or truncate sequences",
         )
+    # Feature: the head's number in the high bits, the key's position in the low 24 bits.
     features = ((heads << _POSITIONS)[:, None] + torch.arange(length, device=heads.device)).flatten()
     kept = words(keys, features, call).view(len(keys), len(heads), length).transpose(0, 1) >= threshold(p)
     factor = kept.float() * (1 / (1 - p) if p < 1 else 0.0)

@@ -51,6 +51,8 @@ def cut_at_multiples(starts: Tensor, tokens: int, chunk: int) -> Tensor:
     Returns:
         [tokens // chunk + N + 1], like `starts`.
     """
+    # starts [0, 5, 6], chunk 4: first = [0, 2, 3], and the result is [0, 4, 5, 6].
+    # Slots after a sequence's end get this end, so their parts are empty.
     slots = torch.arange(tokens // chunk + len(starts), device=starts.device, dtype=starts.dtype)
     first = starts // chunk + torch.arange(len(starts), device=starts.device, dtype=starts.dtype)
     sequence = (torch.searchsorted(first, slots, right=True) - 1).clamp(max=len(starts) - 2)

@@ -18,6 +18,7 @@ def _reached(tokens: int, taps: int, cu_seqlens: Tensor) -> Iterator[tuple[int, 
     """Yield every j with a mask [T - j, 1] of the tokens t whose sequence contains t - j."""
     places = torch.arange(tokens, device=cu_seqlens.device)
     bounds = cu_seqlens.long()
+    # starts [T]: start of each token's sequence.
     starts = bounds[(torch.searchsorted(bounds, places, right=True) - 1).clamp(min=0)]
     for back in range(min(taps, tokens)):
         yield back, (places - back >= starts)[back:, None]

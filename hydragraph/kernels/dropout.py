@@ -70,6 +70,8 @@ def _drop(
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     here = (row < tokens) & (column < features)
+    # at: offset in x, which is [features before, tokens, after]. feature: number of the column in
+    # the whole value: this rank has `part` of every `whole` features.
     at = column // after * (tokens * after) + row * after + column % after
     feature = column // part * whole + first + column % part
     key = tl.load(keys + 2 * row, mask=row < tokens, other=0)
@@ -77,6 +79,7 @@ def _drop(
     zeros = tl.zeros((ROWS, COLUMNS), tl.uint32)
     counter = (zeros + (feature >> 2).to(tl.uint32), zeros + place.to(tl.uint32), zeros + (place >> 32).to(tl.uint32))
     c0, c1, c2, c3 = tl.philox(key, counter[0], counter[1], counter[2], zeros + call.to(tl.uint32), ROUNDS)
+    # One evaluation yields the words of four consecutive features.
     which = feature & 3
     word = tl.where(which == 0, c0, tl.where(which == 1, c1, tl.where(which == 2, c2, c3)))
     value = tl.load(x + at, mask=here, other=0.0)

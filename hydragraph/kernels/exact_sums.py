@@ -48,8 +48,10 @@ def add(parts: Sequence[Tensor], values: Tensor) -> Tensor:
     for at in range(0, len(values), run):
         here = values[at : at + run]
         size = len(here)
+        # The norm of these values bounds each of them.
         bound = torch.maximum(bound, torch.dot(here, here))
         rest[:size].copy_(here)
+        # (x + s) - s rounds x to the grid. The difference is rounded to the next grid.
         torch.add(rest[:size], first, out=rounded[:size]).sub_(first)
         high[at : at + size].add_(rounded[:size])
         low[at : at + size].add_(rest[:size].sub_(rounded[:size]).add_(second).sub_(second))

@@ -83,6 +83,7 @@ class _Chunk:
         logs = g.cumsum(-1)
         rate = beta.unsqueeze(-1)
         later = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
+        # D is exp of a difference: a quotient of exponentials could be 0 / 0 after strong decay.
         decays = (logs.unsqueeze(-1) - logs.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
         system = (rate * (k @ k.mT) * decays).tril(-1)
         left = (logs[:, -1:] - logs).exp().unsqueeze(-1)
@@ -106,12 +107,16 @@ class _Chunk:
         pairs = self.q @ self.k.mT
         keys = self.k @ self.k.mT
         read, recalled = self.q @ state, self.k @ state
+        # Through O and the next state to W, then through the system A W = R: dR = A^-T dW, and
+        # dA = -dR W^T. Only the strictly lower part of A depends on inputs.
         dwritten = (pairs * self.decays).mT @ dout + self.left * (self.k @ dnext)
         dright_side = torch.linalg.solve_triangular(self.system.mT, dwritten, upper=True, unitriangular=True)
         dsystem = -(dright_side @ written.mT).tril(-1)
         dpairs = (dout @ written.mT).tril()
         dkeys = self.rate * self.decays * dsystem
+        # K is both factors of K K^T.
         dkeys = dkeys + dkeys.mT
+        # The right side of the system is R = beta (V - e K S).
         dv = self.rate * dright_side
         dread, drecalled = self.since * dout, -self.since * dv
         dleft = (written @ dnext.mT) * self.k
@@ -119,12 +124,15 @@ class _Chunk:
         dk = (dpairs * self.decays).mT @ self.q + dkeys @ self.k + drecalled @ state.mT
         dk = dk + self.left * (written @ dnext.mT)
         dstate = self.since[:, -1:] * dnext + self.q.mT @ dread + self.k.mT @ drecalled
+        # D_ij = exp(l_i - l_j): l_i gets the sum of row i of dD * D, minus that of column i.
         ddecays = (dpairs * pairs + self.rate * keys * dsystem) * self.decays
         dlogs = ddecays.sum(-1) - ddecays.sum(-2) + (dread * read + drecalled * recalled).sum(-1)
         moved = (self.left * dleft).sum(-1)
+        # left_i = exp(l_n - l_i), and the last l also scales the state.
         dlogs = dlogs - moved
         dlogs[:, -1] += moved.sum(-1) + (self.since[:, -1] * (dnext * state).sum((-2, -1)).unsqueeze(-1))[:, 0]
         dbeta = (dright_side * (self.v - self.since * recalled)).sum(-1) + (dsystem * keys * self.decays).sum(-1)
+        # l is the cumulative sum of g, so g_i gets the sum of dl_i, dl_{i + 1}, ...
         return dq, dk, dv, dlogs.flip(-1).cumsum(-1).flip(-1), dbeta, dstate
 
 
@@ -168,6 +176,7 @@ def backward(
     dout = widened(grad).transpose(0, 1)
     head_gradients = [torch.zeros_like(x) for x in (heads.q, heads.k, heads.v, heads.g, heads.beta)]
     for rows_of in _chunks(cu_seqlens):
+        # states: the state before each chunk. after: gradient of the state after a chunk.
         states = [heads.start()]
         for rows in rows_of[:-1]:
             chunk = heads.chunk(rows)

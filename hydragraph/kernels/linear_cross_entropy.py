@@ -53,6 +53,8 @@ def _reduce(
     tokens = tl.num_programs(0)
     row = logits + token * row_stride
     inner = tl.arange(0, BLOCK)
+    # Online softmax: mass[i] sums exp(value - largest) over the columns n + i, and is rescaled
+    # whenever a larger value is found.
     largest = tl.max(tl.full([BLOCK], float("-inf"), tl.float32), 0)
     mass = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -141,6 +143,7 @@ def loss_and_gradients(
         logits = part @ weight.T
         losses, lse = token_losses(logits, label, ignored, first, exchange, target)
         loss += losses.sum()
+        # From here on, `logits` contains the gradient of the logits.
         to_gradient(logits, label, lse, first, ignored, target)
         torch.mm(logits, weight, out=d_hidden[a : a + size])
         add_product(d_weight, logits, part)
@@ -198,6 +201,7 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int = -10
 def combine(statistics: Tensor) -> Tensor:
     """Combine the statistics [R, 3, C] of R ranks, in order."""
     largest = statistics[:, 0].amax(0)
+    # Each rank's mass refers to its own largest logit.
     shift = torch.where(largest == float("-inf"), 0.0, largest)
     mass = (statistics[:, 1] * (statistics[:, 0] - shift).exp()).sum(0)
     return torch.stack([largest, mass, statistics[:, 2].sum(0)])

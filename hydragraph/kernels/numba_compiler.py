@@ -119,6 +119,7 @@ class _Cache(FunctionCache):
         self._cache_file: IndexDataCacheFile = self.own
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        # Code that was compiled at installation. Any failure falls back to this user's cache.
         with suppress(Exception):
             self._cache_file = self.installed
             overload = super().load_overload(sig, target_context)
@@ -130,6 +131,7 @@ class _Cache(FunctionCache):
             if overload is None and not self._quick:
                 _announce(self.cache_path)
                 over = False
+                # Another process may be compiling this function: wait for its file until it ends.
                 while overload is None and not over:
                     over = all(ended() for ended in _others)
                     time.sleep(0.0 if over else _POLL_S)
@@ -176,6 +178,8 @@ def _digest(file: str) -> str:
 
 
 def _stamp(function: Callable[..., Any], source: object) -> str:
+    # Compiled code contains the functions that it calls and the constants that it reads, so a
+    # change of any of these must change the name of the file.
     values = dict(function.__globals__)
     for name, module in function.__globals__.items():
         if isinstance(module, ModuleType) and module.__name__.startswith("hydragraph."):

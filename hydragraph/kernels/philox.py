@@ -65,6 +65,8 @@ def words(keys: Tensor, features: Tensor, call: int) -> Tensor:
         keys: [T, 2] int64.
         features: [F] int64, increasing, below 2**34.
     """
+    # Four consecutive features share an evaluation. columns: each feature's word in the result of
+    # all evaluations, [T, 4 * groups].
     groups, column = torch.unique_consecutive(features >> 2, return_inverse=True)
     columns = column * 4 + (features & 3)
     result = torch.empty(len(keys), len(features), dtype=torch.int64, device=keys.device)

@@ -230,6 +230,8 @@ def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) ->
     if not accumulate and source.dtype == target.dtype:
         copy(source, target, table.ordered)
         return
+    # With a cast or a sum, each batch is gathered to a buffer, converted or added, and scattered,
+    # while it is in the cache. One range needs no gather, and ranges without gaps no scatter.
     gathered = (batch.elements for batch in table.batches if len(batch.lengths) > 1)
     scattered = (batch.elements for batch in table.batches if batch.whole is None)
     gather_buffer = source.new_empty(max(gathered, default=0))
@@ -324,11 +326,14 @@ def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
         interval's first piece, [I + 1].
     """
     source, target, length = ranges
+    # Targets [0, 4) and [2, 6) have the bounds 0, 2, 4, 6: range 0 covers intervals 0 and 1,
+    # and range 1 covers 1 and 2, so interval 1 has two pieces.
     bounds = np.unique(np.concatenate([target, target + length]))
     low = np.searchsorted(bounds, target)
     high = np.searchsorted(bounds, target + length)
     index = np.repeat(np.arange(len(target)), high - low)
     interval = np.arange(len(index)) - np.repeat(np.cumsum(high - low) - high, high - low)
+    # A stable sort keeps the order of the table, in which pieces are summed.
     by_interval = np.argsort(interval, kind="stable")
     index = index[by_interval]
     interval = interval[by_interval]
@@ -339,10 +344,13 @@ def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
 
 def _tiles(origins: Offsets, targets: Offsets, lengths: Offsets, order: Offsets) -> tuple[Offsets, Offsets, int]:
     counts = np.diff(order)
+    # matched: all sources of the interval have the target's remainder modulo UNIT, so that wide
+    # accesses can be aligned on both sides.
     shift = (origins - np.repeat(targets, counts)) % UNIT
     matched = np.add.reduceat(shift, order[:-1]) == 0 if len(targets) else np.zeros(0, dtype=bool)
     head = np.where(matched, np.minimum(-targets % UNIT, lengths), lengths)
     body = np.where(matched, (lengths - head) // UNIT * UNIT, 0)
+    # (start, size, block, unit) of the elements before, in and after the aligned body.
     parts = (
         (np.zeros_like(lengths), head, NARROW, 1),
         (head, body, WIDE, UNIT),
@@ -353,6 +361,7 @@ def _tiles(origins: Offsets, targets: Offsets, lengths: Offsets, order: Offsets)
     origins_of = []
     done = 0
     for tiles, tile_origins in (wide, before, after):
+        # Origins of all tiles form one list.
         tiles[:, 2] += done
         done += len(tile_origins)
         rows.append(tiles)
@@ -364,11 +373,14 @@ def _cut(
     origins: Offsets, targets: Offsets, order: Offsets, start: Offsets, size: Offsets, block: int, unit: int
 ) -> tuple[Offsets, Offsets]:
     """Cut [start, start + size) of each interval into tiles of at most `block` elements; return tiles and origins."""
+    # number: tiles of each interval. interval, nth: each tile's interval, and place in it. inside:
+    # each tile's start in its interval.
     number = -(-size // block)
     interval = np.repeat(np.arange(len(targets)), number)
     nth = np.arange(len(interval)) - np.repeat(np.cumsum(number) - number, number)
     inside = start[interval] + nth * block
     length = np.minimum(block, size[interval] - nth * block)
+    # counts: pieces of each tile. first: index of its first origin. piece: index of each origin.
     counts = np.diff(order)[interval]
     first = np.cumsum(counts) - counts
     piece = np.repeat(order[interval] - first, counts) + np.arange(counts.sum())

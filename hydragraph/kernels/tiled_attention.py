@@ -91,6 +91,7 @@ def _tiles(q: Tensor, settings: AttentionSettings) -> Iterator[tuple[slice, slic
     sequences, heads, length, _ = q.shape
     before, after = (length if distance is None else distance for distance in settings.sides())
     reach = min(length, _ROWS + before + after)
+    # Fewer rows per tile keep the scores of all sequences and heads in memory limits.
     rows = max(1, min(_ROWS, _SCORES // (sequences * heads * reach)))
     for first in range(0, length, rows):
         last = min(length, first + rows)

@@ -53,6 +53,7 @@ def _options(settings: AttentionSettings) -> _Options:
 @Inlined
 def _locate(starts, sequences, slot, TILE: tl.constexpr):  # noqa: N803
     """Return a slot's sequence, and the sequence's start and end."""
+    # Count the sequences whose first slot, starts[n] // TILE + n, is at most `slot`.
     seen = 0
     for n in range(0, sequences, 128):
         index = n + tl.arange(0, 128)
@@ -131,6 +132,7 @@ def _attend(
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, PADDED], tl.float32)
     begin, whole, until = _columns(row, length, causal, window, ROWS, COLUMNS, WINDOW)
+    # edge 0: tiles that all rows see whole, without masks. edge 1: the remaining tiles.
     for edge in tl.static_range(2):
         for n in tl.range(tl.where(edge == 1, whole, begin), tl.where(edge == 1, until, whole), COLUMNS):
             columns = n + inner

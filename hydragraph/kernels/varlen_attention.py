@@ -183,6 +183,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, cu_seqlens, max_length, *sinks = ctx.saved_tensors
+    # The backward may run outside the context that forced the forward's backend.
     with attention_backend(forced() or ctx.backend):
         gradients = torch.ops.hydragraph.varlen_attention_backward(
             grad, q, k, v, out, lse, cu_seqlens, max_length, *ctx.settings
