@@ -26,6 +26,7 @@ def typed(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             try:
                 given = signature.bind(*args, **kwargs).arguments
+            # Python itself reports missing and unknown arguments.
             except TypeError:
                 return function(*args, **kwargs)
             check_types(f"{where}: ", {name: given[name] for name in names if name in given}, function)
@@ -38,6 +39,7 @@ def typed(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 def check_types(where: str, given: Mapping[str, object], owner: Any) -> None:
     for name, value in given.items():
+        # Annotations are texts (PEP 563), valid in the module of their owner.
         text = owner.__annotations__[name]
         if not _fits(value, eval(text, vars(sys.modules[owner.__module__]))):
             shown = " ".join(reprlib.repr(value).split())
@@ -50,6 +52,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, part) for part in get_args(hint))
     if kind is None:
         return value is None
+    # NumPy's integers count as int, and True does not.
     if kind is int:
         return hasattr(value, "__index__") and not isinstance(value, bool)
     if kind is float:

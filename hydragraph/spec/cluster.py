@@ -66,6 +66,7 @@ class Interconnect:
             return self.bytes_per_s
         sizes = [at for at, _ in self.points]
         i = bisect_left(sizes, size)
+        # Smaller or larger than all measured messages.
         if i == 0 or i == len(sizes):
             return self.points[min(i, len(sizes) - 1)][1]
         low, slow = self.points[i - 1]
@@ -277,6 +278,7 @@ class Cluster:
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
+        # plain: device without its node -> name of its type.
         plain: dict[Device, str] = {}
         for device in self.devices:
             if not device.type:
@@ -349,10 +351,12 @@ class Cluster:
 
     def reordered(self, ranks: Sequence[int]) -> Cluster:
         same = self.of_ranks(ranks)
+        # Nodes are numbered by their first ranks, and nodes without ranks follow.
         used = dict.fromkeys(device.node for device in same.devices)
         numbers = {old: new for new, old in enumerate(dict.fromkeys([*used, *range(len(self.nodes))]))}
         devices = tuple(replace(device, node=numbers[device.node]) for device in same.devices)
         nodes = tuple(self.nodes[old] for old in numbers) if self.nodes else ()
+        # cards: node -> old number of a card -> new number, by the card's first rank.
         cards: dict[int, dict[int, int]] = {device.node: {} for device in devices}
         for device, card in zip(devices, same.cards, strict=True):
             cards[device.node].setdefault(card, len(cards[device.node]))
@@ -396,6 +400,7 @@ class Cluster:
         cards = []
         for device in self.devices:
             node = self._machines[device.node]
+            # With 8 devices and 4 cards, devices 0 and 1 share card 0, 2 and 3 share card 1.
             cards.append(seen[device.node] * node.cards // node.devices)
             seen[device.node] += 1
         return tuple(cards)
@@ -415,6 +420,7 @@ class Cluster:
             if data is None:
                 raise ValueError("the file is empty: list nodes, as in docs/mixed_gpus.md")
             names = set(data) if isinstance(data, dict) else set()
+            # One entry per rank, or else one per node.
             if names & {"devices", "within_node", "between_nodes"} and not names & {"nodes", "types", "pairs"}:
                 flat = from_record(_Devices, data, name="cluster")
                 _check_units("", data)
@@ -494,6 +500,7 @@ def type_of_sheet(sheet: Datasheet) -> DeviceType:
 
 
 def _slower(one: Interconnect, other: Interconnect) -> Interconnect:
+    # Either link may be the slower one, depending on the size of the message.
     sizes = sorted({size for link in (one, other) for size, _ in link.points})
     points = tuple((size, min(one.bandwidth(size), other.bandwidth(size))) for size in sizes)
     return Interconnect(min(one.bytes_per_s, other.bytes_per_s), max(one.latency_s, other.latency_s), points)

@@ -40,6 +40,7 @@ class FieldRange:
         outside = self._outside(values)
         if outside is not None:
             at = [int(n) for n in outside]
+            # Labels of causal models were shifted, but users know the original positions.
             place = at[0] + sequence.moved * (self.field == "labels")
             raise ValueError(
                 f"sequence {index}: {self.field} is {int(values[tuple(at)])} at position {place}, outside the range "
@@ -57,6 +58,7 @@ class FieldRange:
     def _outside(self, values: Tensor) -> Tensor | None:
         if not values.numel():
             return None
+        # Usually, the extremes suffice. They may be values that are ignored, so search only then.
         least, most = torch.aminmax(values)
         if self.low <= int(least) and int(most) < self.high:
             return None

@@ -106,6 +106,7 @@ class Home:
         self.check(len(nodes))
         if self.copies == 1 or self.rule is not None:  # a rule chooses owners on several nodes
             return self
+        # On a single node, second owners can only be other ranks.
         alone = len(set(nodes)) == 1
         placed = replace(self, nodes=self.nodes or tuple(range(len(nodes)) if alone else _nodes(nodes)))
         assert placed.nodes is not None
@@ -198,6 +199,7 @@ def _nodes(given: object) -> tuple[int, ...]:
 def _text(values: Sequence[float]) -> str:
     parts: list[str] = []
     for value, run in groupby(values):
+        # More than three equal numbers are written with their count: 1,1,1,1 is 4*1.
         count = len(list(run))
         number = repr(int(value)) if value == int(value) else repr(value)
         parts += [f"{count}*{number}"] if count > 3 else [number] * count

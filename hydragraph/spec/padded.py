@@ -50,6 +50,7 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
 def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
     ids = fields.get("input_ids")
     lists = isinstance(ids, list) and bool(ids) and all(isinstance(row, (list, Tensor)) for row in ids)
+    # A mapping without a batch dimension is one sequence.
     if not lists and not (isinstance(ids, Tensor) and ids.dim() == 2):
         yield fields
         return
@@ -93,6 +94,7 @@ def _unpadded(row: dict[str, Any], index: int, own: Collection[str]) -> dict[str
     if not isinstance(mask, Tensor) or not isinstance(ids, Tensor) or mask.dim() != 1 or mask.shape != ids.shape:
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise _refused(f"an attention_mask of {shape}", index)
+    # Padding on the right: all ones precede all zeros.
     length = int((mask != 0).sum())
     if not torch.equal(mask, (torch.arange(len(mask), device=mask.device) < length).to(mask.dtype)):
         raise _refused("an attention_mask other than ones followed by zeros", index)

@@ -71,6 +71,7 @@ class Stage:
 
     @property
     def kind(self) -> StageKind:
+        # On a single device, these flags do not change the graphs, so the kinds are equal.
         several = self.tp > 1
         return StageKind(self.tp, self.sequence_parallel and several, self.recompute, self.sums_in_pieces and several)
 

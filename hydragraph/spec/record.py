@@ -66,6 +66,7 @@ def _mistake(error: yaml.YAMLError) -> str:
         return str(error)
     said = f"{error.context}, {error.problem}"
     remedy = next((text for pattern, text in _MISTAKES.items() if re.search(pattern, said)), f"{error.problem}")
+    # PyYAML reports the end of the text. The place where a bracket or quote opens helps more.
     if remedy.startswith("its ") and error.context_mark is not None:
         mark = error.context_mark
     found = (mark.buffer or "")[mark.pointer : mark.pointer + 1]
@@ -102,6 +103,7 @@ def from_record(
     if not isinstance(data, dict):
         remedy = hints.get(path) or f"give {_example(cls)}"
         raise ValueError(f"{where}: expected a mapping with {', '.join(names)}, but it is {data!r:.80}: {remedy}")
+    # Unknown fields first, because a misspelled required field is also missing.
     for name in data:
         if name not in names:
             raise ValueError(f"{where}: unknown field {name!r}: {hints.get(str(name)) or _meant(cls, str(name))}")
@@ -143,12 +145,14 @@ def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -
             record: object = hint.parse(value)
             return record
         return from_record(hint, value, path, hints=hints)
+    # A mapping of names to sections.
     if get_origin(hint) is Mapping and is_dataclass(item := get_args(hint)[1]) and isinstance(item, type):
         if not isinstance(value, dict):
             raise ValueError(
                 f"{path}: expected a mapping of names, but it is {value!r:.80}: give {{NAME: {_example(item)}}}"
             )
         return {str(key): from_record(item, entry, f"{path}.{key}", hints=hints) for key, entry in value.items()}
+    # A list of sections. The section's own checks handle all other types.
     item = get_args(hint)[0] if get_origin(hint) is tuple else None
     if not (is_dataclass(item) and isinstance(item, type)):
         return value
@@ -194,6 +198,7 @@ class _Loader(yaml.SafeLoader):
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         tag = super().resolve(kind, value, implicit)
+        # implicit is (True, False) for text without quotes, whose type PyYAML chooses.
         old = tag.endswith(":timestamp") or (tag.endswith((":int", ":float")) and _OLD.match(value))
         return self.DEFAULT_SCALAR_TAG if old and implicit == (True, False) else tag
 

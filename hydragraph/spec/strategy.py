@@ -82,6 +82,8 @@ class Strategy:
                 there, owner, other = owners.setdefault(device, (where, i, (first, stage)))
                 if owner == i and replace(other[1], layers=stage.layers) == stage:
                     continue  # interleaved stages
+                # Pipelines share a stage only if all of it is equal. Interleaved stages may
+                # differ in layers, which the message then omits.
                 if other != (first, stage):
                     counterpart = (first, replace(other[1], layers=stage.layers)) if owner == i else other
                     raise ValueError(
@@ -117,6 +119,8 @@ class Strategy:
     @cached_property
     def joined(self) -> tuple[tuple[int, ...], ...]:
         """Groups of pipelines that share stages, directly or through other pipelines, such as ((0, 2), (1,))."""
+        # groups: pipeline -> the list of its group, one object for all members. first_of: first
+        # device of a stage -> first pipeline with this stage.
         groups = {i: [i] for i in range(len(self.pipelines))}
         first_of: dict[int, int] = {}
         for i, pipeline in enumerate(self.pipelines):

@@ -61,6 +61,7 @@ def parse_strategy(text: str, layers: int) -> tuple[tuple[Pipeline, ...], str]:
 
 def format_strategy(pipelines: Sequence[Pipeline], schedule: str) -> str:
     """Return the shortest text for `parse_strategy`."""
+    # firsts: where a regular pipeline would begin, after the highest device so far.
     firsts = accumulate((_next_device([pipeline]) for pipeline in pipelines), max, initial=0)
     texts = [_format_pipeline(pipeline, first) for pipeline, first in zip(pipelines, firsts, strict=False)]
     runs = [(text, len(list(run))) for text, run in groupby(texts)]
@@ -70,6 +71,7 @@ def format_strategy(pipelines: Sequence[Pipeline], schedule: str) -> str:
 
 def regular_pipeline(tp: int, pp: int, layers: int, first: int, visits: int = 1, **flags: Any) -> Pipeline:
     """Return pipeline `<tp,pp,v>` (v: `visits`) from device `first` on; its last stages may have one layer more."""
+    # 7 layers in 3 stages: 2, 2, 3.
     even, rest = divmod(layers, pp * visits)
     groups = [tuple(range(first + tp * i, first + tp * (i + 1))) for i in range(pp)] * visits
     stages = (Stage(devices, even + (i >= len(groups) - rest), **flags) for i, devices in enumerate(groups))
@@ -122,6 +124,7 @@ class _TokenReader:
         return not self.peek()
 
     def take(self) -> _Token:
+        # The last token, the end, is returned again by later calls.
         token = self.tokens[self.at]
         self.at += bool(token.text)
         return token
@@ -217,6 +220,7 @@ def _parse_flags(reader: _TokenReader) -> dict[str, Any]:
     start = reader.take()
     letters = start.text
     budget: float | None = None
+    # sr0.5w is three tokens: letters, the budget, and more letters.
     if letters.endswith("r") and "." in reader.peek():
         number = reader.take()
         budget = float(number.text)

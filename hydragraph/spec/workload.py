@@ -83,6 +83,7 @@ def sequence_of(
     if isinstance(ids_given, Tensor) and not ids_given.dim():
         raise ValueError(f"sequence {index}: input_ids is one number, {ids_given}; pass {_wanted('input_ids', own)}")
     size = ids_given.shape[:1] if isinstance(ids_given, Tensor) else ()
+    # One number for all tokens becomes a tensor, and then all fields are checked alike.
     for name in own:
         brought[name] = _per_token(brought[name], own[name], sum(size))
     for name, value in brought.items():
@@ -93,6 +94,7 @@ def sequence_of(
         brought[name] = value.detach().to("cpu", kind.dtype).contiguous()
     if not causal and not {"labels", "shift_labels"} & set(brought):
         raise ValueError(f"sequence {index} has no labels; masked models need them (-100 where a token does not count)")
+    # The label at position t is the target of token t. In causal models, this is token t + 1.
     ids = brought["input_ids"]
     labels = brought.get("labels", ids)
     moves = causal and "shift_labels" not in brought
