@@ -45,6 +45,7 @@ def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
     except Exception as raised:
         outcome = Failure.of(raised)
         error = raised
+    # A failed rank also takes part, because the other ranks would otherwise wait for it forever.
     outcomes = ranks.gather(outcome)
     if error is not None:
         raise agreed(error)

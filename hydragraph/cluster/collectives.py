@@ -53,6 +53,8 @@ class SumsProducts:
 
     def start_all_reduce_product(self, factors: Sequence[Tensor], weights: Sequence[Tensor]) -> StartedCollective:
         """Start to sum the products x @ w of `factors` x [T, K] and `weights` w [K, N] over all pairs and ranks."""
+        # whole: [T, N]; `piece` is a view of some of its rows, and `rows`
+        #   are the same rows of each x.
         whole = factors[0].new_empty(factors[0].shape[0], weights[0].shape[1])
         started = []
         with torch.no_grad():
@@ -62,6 +64,8 @@ class SumsProducts:
                 torch.mm(rows[0], weights[0], out=piece)
                 for x, w in zip(rows[1:], weights[1:], strict=True):
                     piece.addmm_(x, w)
+                # The all-reduce of this piece runs while the next
+                # iteration computes the next piece.
                 started.append(self._start_sum(piece))
 
         def result() -> Tensor:
@@ -73,6 +77,8 @@ class SumsProducts:
 
     def _start_sum(self, x: Tensor) -> StartedCollective:
         # pyrefly: ignore[missing-attribute]  # of the subclass
+        # `start_all_reduce` returns a new tensor, but the caller needs the
+        # sum in this view of `whole`.
         started: StartedCollective = self.start_all_reduce(x.clone())
         return StartedCollective(lambda: x.copy_(started.result()))
 
@@ -160,6 +166,7 @@ class Collectives(SumsProducts):
         return self.start_all_reduce(x).result()
 
     def start_all_reduce(self, x: Tensor) -> StartedCollective:
+        # Exchange small tensors: every rank sends x to every other rank, and adds all parts itself.
         if self._exchanges(x):
             return self._exchange([x] * self.size, _sum)
         return self._native_all_reduce(x.clone(memory_format=torch.contiguous_format), dist.ReduceOp.SUM)
@@ -182,12 +189,16 @@ class Collectives(SumsProducts):
             return self._exchange([x] * self.size, lambda parts: torch.cat(parts, dim))
         assert self.group is not None
         x = x.contiguous()
+        # out: [size, *x.shape]; out[i] comes from the i-th lowest rank,
+        #   because groups sort their ranks.
         out = x.new_empty((self.size, *x.shape))
         with torch.no_grad(), self.guard():
             work = all_gather(out.view(-1), x.view(-1), self.group)
 
         def result() -> Tensor:
             self.wait(Message(work))
+            # Ranks (4, 1) gather in the group's order (1, 4), so rank 4's part
+            #   is out[1] and comes first.
             places = sorted(self.ranks)
             return torch.cat([out[places.index(rank)] for rank in self.ranks], dim)
 
@@ -231,6 +242,8 @@ class Collectives(SumsProducts):
         return StartedCollective(lambda: self._ended([work], out))
 
     def _exchange(self, parts: Sequence[Tensor], combine: Callable[[list[Tensor]], Tensor]) -> StartedCollective:
+        # `parts` holds one tensor for each place. Each rank gets the tensors for its own place from
+        # all ranks, and keeps the order of `self.ranks`, so that every rank adds in the same order.
         mine = parts[self.index].contiguous()
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in self.ranks]
         sent = [part.contiguous() for part in parts]
@@ -238,6 +251,8 @@ class Collectives(SumsProducts):
         with torch.no_grad(), self.guard():
             for place, rank in enumerate(self.ranks):
                 if rank != self.rank:
+                    # All messages are asynchronous, and only `_ended` waits, so the order
+                    # among peers cannot deadlock.
                     works.append(dist.irecv(received[place], rank, self.group))
                     works.append(dist.isend(sent[place], rank, self.group))
         return StartedCollective(lambda: combine(self._ended(works, received)), sent)
@@ -283,6 +298,7 @@ AnyCollectives = Collectives | StagedCollectives
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
     first = parts[0]
+    # Half-precision parts are added in fp32, and the sum is rounded only once.
     total = first.to(torch.float32 if first.dtype in (torch.bfloat16, torch.float16) else first.dtype, copy=True)
     for part in parts[1:]:
         total += part

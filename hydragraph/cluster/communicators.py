@@ -105,6 +105,7 @@ class Groups:
                     if channel is not Channel.MOVE:
                         self._channels[channel] = self._of_all(channel)
                 self._settle()
+                # `Channel.UP` and `Channel.DOWN` connect later, pair by pair (`connect`).
                 self._connect(*(self._channels[channel] for channel in (Channel.PULL, Channel.PUSH, Channel.COMMIT)))
             seconds = time.perf_counter() - began
             _LOG.info("created the communicators of %d ranks over %s in %.2f s", world.ranks, world.backend, seconds)
@@ -151,6 +152,9 @@ class Groups:
         if self.world.backend != "nccl":
             return  # gloo connected all ranks when the groups were created
         rank = self.world.rank
+        # The first operation of a pair blocks both of its ranks. All ranks follow one global
+        # order of pairs, so both ends of the first unconnected pair always wait for each other,
+        # and no cycle of waits can form.
         for pair in sorted(pairs(program) - self._pairs, key=connecting_order):
             source, destination = pair
             group = self._direction(source, destination)
@@ -185,6 +189,8 @@ class Groups:
         staging = self._staging
         if staging is None:
             return Message(start(out, inp))
+        # gloo reads and writes host memory. `landed` copies the result to
+        # the device after the operation.
         arriving = staging.incoming(out)
         leaving = staging.outgoing(inp)
         return Message(start(arriving, leaving), lambda: staging.arrived(arriving, out), (arriving, leaving))
@@ -243,6 +249,9 @@ class Groups:
         if ranks == 1:
             return tensor.to("cpu", copy=True)
         self._reductions += 1
+        # marks: [ranks], this rank's count at its own place, else 0, so that SUM and MAX
+        #   give all counts: rank 1 of 3 sends [0, 7, 0] with its 7th reduction, and every
+        #   rank must receive [7, 7, 7]
         marks = tensor.new_zeros(ranks)
         marks[self.world.rank] = self._reductions
         reduced = torch.cat([tensor.flatten(), marks])
@@ -265,6 +274,8 @@ class Groups:
         """Return rank 0's small picklable value on every rank; rank 0 does not wait for the other ranks."""
         if self.world.ranks == 1:
             return value
+        # Rank 0 does not wait below, so it first waits for its previous broadcasts,
+        # and their tensors can be freed.
         for message in self._told:
             self.wait(message)
         self._told = ()
@@ -286,6 +297,8 @@ class Groups:
             self.wait(messages[-1])
             return tensor.numpy().tobytes()
 
+        # Other ranks do not know the length. The first broadcast has a fixed size and starts with
+        # the length; a second broadcast with the rest follows only if the content does not fit.
         arrived = share(data[:_TOLD], _TOLD)
         length = _LENGTH + int.from_bytes(arrived[:_LENGTH], "little")
         if length > _TOLD:
@@ -336,11 +349,14 @@ class Groups:
             The collectives of each item of `rank_sets` that includes this rank, valid until the next call.
         """
         # Stages with the same ranks, in any order, share a group.
+        # needed: sorted ranks of each stage of several ranks, in the same order on all ranks
         needed = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
         missing = [ranks for ranks in needed if ranks not in self._tensor_parallel]
         if missing:
             with self._watch.guarding():
                 for ranks in missing:
+                    # Every rank takes part in the creation of every group, and gets
+                    # None for groups without itself.
                     self._tensor_parallel[ranks] = self._new("tp-" + "-".join(map(str, ranks)), ranks)
                 self._settle()
                 self._connect(*(group for ranks in missing if (group := self._tensor_parallel[ranks]) is not None))
@@ -358,6 +374,7 @@ class Groups:
 
     def _evict(self, capacity: int) -> None:
         while len(self._tensor_parallel) > capacity:
+            # All ranks hold the same keys in the same order, so they destroy the same group.
             ranks, group = self._tensor_parallel.popitem(last=False)
             _LOG.info("closed the least recently used communicator (ranks %s): at most %d are kept", ranks, capacity)
             if group is not None:
@@ -402,8 +419,11 @@ def in_rounds(
     arriving = out.split(list(out_splits))
     rank = group.rank()
     ranks = group.size()
+    # The part of this rank itself needs no message.
     arriving[rank].copy_(leaving[rank])
     works: list[Operation] = []
+    # In the round of distance d, this rank sends to rank + d while rank - d sends to this rank.
+    # Every send thus meets its receive in the same round, and rounds cannot wait for each other.
     for first in range(1, ranks, _GROUPED):
         operations = []
         for distance in range(first, min(first + _GROUPED, ranks)):

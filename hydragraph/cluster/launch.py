@@ -111,8 +111,10 @@ def join(device: torch.device | str | None = None) -> World:
     device, local_rank = _of_this_rank(device)
     name = gpu_name(device)
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    # A single process without MASTER_ADDR has no other ranks to meet.
     if launched and os.environ["WORLD_SIZE"] == "1" and "MASTER_ADDR" not in os.environ:
         launched = False
+    # First, meet the launcher's other ranks, unless the user has created a process group.
     if not dist.is_initialized() and launched:
         # Objects are sent as CPU tensors.
         kind = "gloo" if name is None else "cpu:gloo,cuda:nccl"
@@ -129,6 +131,8 @@ def join(device: torch.device | str | None = None) -> World:
     watch = watch_of(group, group.get_group_store, rank, ranks)
     node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # two nodes may share a host
     world = World(rank, ranks, local_rank, device, "gloo", watch, node)
+    # The backend is known only after all ranks have exchanged the names of their GPUs. The watch
+    # already guards this exchange.
     with watch.calling("join"):
         world = replace(world, objects=watch.call(lambda: object_group(group)))
         return replace(world, backend=backend_of(world.gather(name)))
@@ -196,7 +200,10 @@ def _store_of_launcher(rank: int, ranks: int) -> Store:
     else:
         _reach(address, port, rank)
         store = client(address, port)
+        # Announce this rank to rank 0, which logs the ranks that are missing (`_wait_for_ranks`).
         store.set(f"{_HERE}/{rank}", "")
+    # Keys of an earlier attempt may remain in torchrun's store, so the ranks agree on a new prefix.
+    # A store of rank 0's own process starts empty.
     joining = dist.PrefixStore("hydragraph/generations", store)
     name = generation(joining, rank, ranks, _ARRIVAL) if shared else "first"
     return dist.PrefixStore(f"hydragraph/{name}", store)
@@ -316,6 +323,7 @@ def follow(nodes: RunMachines, say: Callable[[str], None]) -> RunMachines | None
     handed = NodeAgent(context, nodes, say).run()
     if handed is None or nodes.election is None:
         return None
+    # Without a previous leader, the run begins with this machine, and no members are inherited.
     lease = nodes.election.standing.lease
     return replace(nodes, handed=None if lease.prior is None else handed)
 

@@ -60,6 +60,7 @@ class MovingStore:
         try:
             return client(host, port)
         finally:
+            # _sockets: (descriptor, inode) of the clients' connections to the current store
             self._sockets |= open_sockets() - before
 
     def line(self) -> MovingStoreClient:
@@ -80,6 +81,8 @@ class MovingStore:
             self._text = self._file.read_text()
             if self._text == current:
                 continue
+            # Fail the calls in progress before new clients exist. If the move fails, the next round
+            # repeats it, because `current` stays the same.
             self._moved()
             if self._move():
                 current = self._text
@@ -90,6 +93,9 @@ class MovingStore:
         self._sockets = set()
         try:
             with self._lock:
+                # Requests wait in `_repeated` until `line.store` changes. Then the
+                # new store, which starts empty, gets this process's values; the lock
+                # keeps other writes out meanwhile.
                 for line in self._lines:
                     line.store = self.connect()
                 for key, value in self._written.items():

@@ -61,8 +61,10 @@ def once_per_machine(
         Any error of `make`, on the rank that called it. Other ranks raise the same error if it is `Unsupported`,
         else a RuntimeError.
     """
+    # places: (node, key) by rank; `fellows` are the ranks with this rank's node and key.
     places = world.gather((world.node, key))
     fellows = [rank for rank, place in enumerate(places) if place == places[world.rank]]
+    # returned: empty, or the result in a list, because None can be a result
     returned: list[T] = []
     error: Exception | None = None
     offer: OfferedFile | None = None
@@ -76,12 +78,15 @@ def once_per_machine(
                 error = raised
         elif meanwhile is not None:
             meanwhile()
+        # Ranks that did not compute wait here until every machine has a result or an error.
         outcomes = world.gather((offer, _sendable(error, world.rank, what)))
         if error is not None:
             raise agreed(error)
         for _, failure in outcomes:
             if failure is not None:
                 raise agreed(failure)
+        # The file is deleted when `owned` closes on the rank that made it, so all ranks read
+        # it before the last `gather`.
         theirs, _ = outcomes[fellows[-1]]
         if not returned and theirs is not None:
             try:

@@ -35,6 +35,7 @@ def explained(error: RuntimeError, store: Any, rank: int, ranks: int) -> Runtime
     failed = _FAILED.search(str(error))
     if failed is None:
         return error
+    # hosts: (host, listening address) -> lowest rank there
     hosts: dict[tuple[str, str], int] = {}
     for other in range(ranks):
         key = f"{_KEY}/{other}"

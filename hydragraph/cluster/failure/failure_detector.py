@@ -62,6 +62,9 @@ class Accusation:
 class FailureDetector:
     def __init__(self, stopped_s: float = STOPPED_S) -> None:
         self._limit_s = stopped_s
+        # _ended, _stopped: rank -> seconds for which it has been observed to be ended or stopped
+        # _switches: rank -> context switches at the last observation; _left:
+        #   ranks that ended regularly
         self._ended: dict[int, float] = {}
         self._stopped: dict[int, float] = {}
         self._switches: dict[int, int] = {}
@@ -79,6 +82,7 @@ class FailureDetector:
         running = others_run or any(sighting.state is ProcessState.RUNNING for sighting in seen.values())
         for rank, sighting in seen.items():
             ended = sighting.state is ProcessState.ENDED
+            # If every process is stopped, the whole job was suspended, and no rank is at fault.
             stopped = sighting.state is ProcessState.STOPPED and running
             # A process stopped for 95 of every 100 ms may always look stopped, but its context switches increase.
             still = self._switches.get(rank, sighting.switches) == sighting.switches
@@ -117,6 +121,8 @@ class Stall:
     def look(self, elapsed: float, seen: Mapping[int, RankObservation], progress_s: float) -> Accusation | None:
         moves = {rank: sighting.progress.moves for rank, sighting in seen.items()}
         waits = [rank for rank, sighting in seen.items() if sighting.progress.waiting]
+        # Stopped processes are the concern of `FailureDetector`. If no rank
+        # waits, all may be computing.
         awake = all(sighting.state is not ProcessState.STOPPED for sighting in seen.values())
         still = moves == self._moves and waits and awake
         self._moves = moves

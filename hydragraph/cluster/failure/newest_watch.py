@@ -28,6 +28,7 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, g
     """
     newest = _Newest
     last = newest.watch
+    # The watch was created before its group (`member.meet`). Bind it to the group that now exists.
     if last is not None and newest.group is None and last.ranks == ranks:
         newest.group = group
     again = newest.group is group and group is not None

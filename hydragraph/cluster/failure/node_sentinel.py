@@ -91,6 +91,7 @@ class _Observer:
         for machine in machines:
             if not self.store.check([self.key(machine)]):
                 continue
+            # beat: {"beats": count, "host": name, "ranks": {rank: [state, moves, waiting, left]}}
             beat = json.loads(self.store.get(self.key(machine)))
             news = machine not in self.beats or beat["beats"] != self.beats[machine]["beats"]
             self.silent[machine] = 0.0 if news else self.silent[machine] + elapsed
@@ -104,6 +105,8 @@ class _Observer:
                     ProcessState(state), RankProgress(moves, 0, None, "", waiting, left)
                 )
         others_run = any(sighting.state is ProcessState.RUNNING for sighting in theirs.values())
+        # This sentinel accuses only ranks of its own machine of being stopped or ended. A stall
+        # concerns all ranks, so the ranks of all machines must be known.
         accused = self.detector.look(elapsed, own, others_run=others_run)
         every = {**theirs, **own}
         if accused is None and len(own) + len(theirs) == self.board.ranks:

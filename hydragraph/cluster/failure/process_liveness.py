@@ -62,6 +62,7 @@ def _status(pid: int) -> tuple[str, int] | None:
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # the name, in parentheses, may contain any character
+    # /proc/PID/stat from field 3 on: fields[0] is the state, fields[19] the start time (field 22)
     return fields[0], int(fields[19])
 
 

@@ -55,6 +55,8 @@ class RankRegistry:
 
     def _entries(self, key: str) -> list[bytes]:
         read = self._read[key]
+        # `enter` counts an entry before writing it, so the newest entries may be missing for a
+        # moment. Reading stops at a gap, and the next call continues there.
         for index in range(len(read) + 1, self._add(key, 0) + 1):
             name = self._key(f"{key}/{index}")
             if not self.store.check([name]):

@@ -133,6 +133,7 @@ class RankWatch:
 
     def _meet(self, store: Store, number: int, generation: str) -> None:
         proposed = f"hydragraph/{uuid.uuid4().hex}"
+        # Every rank proposes a random name, and the store returns the first proposal to all ranks.
         name = store.compare_set(f"hydragraph/watch/{number}", "", proposed).decode()
         self._host = socket.gethostname()
         client = root(store).clone()  # pyrefly: ignore[missing-attribute]  # PyTorch's stub lacks it
@@ -142,6 +143,7 @@ class RankWatch:
 
         def meet() -> bool:
             if self.rank == 0:
+                # The launcher finds the newest watch's fault under this key (`last_fault`).
                 client.set(NAMESPACE, name)
             self._board = roll.board(self.ranks)
             return roll.enter(RankEntry(self.rank, self._host, WatchedProcess.own()))
@@ -221,6 +223,7 @@ class RankWatch:
         self.check()
         calls = self._calls.open
         calls.append(what)
+        # `_inside` counts the calls of all threads, and `_calls` names those of this thread.
         with self._counting:
             self._inside += 1
         self._show(what)
@@ -249,10 +252,12 @@ class RankWatch:
             self._board.call(self.rank, self._shown or self._beside)
 
     def _fail(self, error: BaseException) -> None:
+        # An error of this rank's own code is the fault, unless a fault is known.
         if not isinstance(error, _Disconnected):
             if self._fault is None:
                 self.report(error)
             return
+        # A communication error usually has its cause on another rank, so search for that rank.
         failure = self.explain(error)
         cause = error.__cause__
         ours = self._fault is None or (self._fault.rank, self._fault.error) == (self.rank, _text(cause or error))
@@ -351,6 +356,8 @@ class RankWatch:
             return self._failure(Fault(self.rank, self._step, "", _text(cause)))
         deadline = time.monotonic() + PATIENCE_S
         self._explaining = True
+        # The watch's thread may find the fault meanwhile. A rank that has only just stopped or
+        # ended is not accused by `_look` yet, but explains an error that has already occurred.
         while self._fault is None and time.monotonic() < deadline:
             accused = self._judge.suspect(SUSPECT_S)
             if accused is not None and self._death is None:
@@ -358,6 +365,8 @@ class RankWatch:
                 self._accuse(accused)
             time.sleep(_POLL.total_seconds() / 2)
         if self._fault is None:
+            # A rank that closed its executable regularly also breaks
+            # connections, without any fault.
             shown = {member.rank: self._board.read(member.rank).call for member in self._members}
             for rank in [rank for rank, call in shown.items() if call.startswith(CLOSED)][:1]:
                 self._accuse(Accusation(rank, "it closed its executable too early: make the same calls on every rank"))
@@ -433,12 +442,15 @@ class RankWatch:
 
     def _looked_at_ranks(self, elapsed: float) -> Accusation | None:
         self._unseen_s += elapsed
+        # Look every 0.1 s for up to 8 ranks of this machine, every 0.2 s for 16, and at least every
+        # PAUSE_S, because detectors count no more time between two looks.
         every = min(PAUSE_S, _POLL.total_seconds() * len(self._members) / _LOOKED_AT)
         if self._unseen_s < every and not self._explaining:
             return None
         unseen, self._unseen_s = self._unseen_s, 0.0
         seen = {m.rank: seen_of(m.process, self._board.read(m.rank)) for m in self._members}
         accused = self._judge.look(unseen, seen)
+        # A stall needs the progress of all ranks. With several machines, the sentinels collect it.
         if accused is None and len(seen) == self.ranks:
             accused = self._stall.look(unseen, seen, self.progress_s)
         return accused
@@ -463,6 +475,7 @@ class RankWatch:
 
     def _cut(self) -> None:
         with self._cutting:
+            # NCCL's operations need an abort; gloo's end when their sockets are shut down.
             for kept in self._aborts:
                 if (abort := kept()) is not None:
                     abort()
@@ -479,6 +492,8 @@ class RankWatch:
         if fault.rank != self.rank:
             stack_dump.write(f"rank {self.rank} of {self.ranks} ({self._host}), which waits for rank {fault.rank}")
         others = [m.rank for m in self._members if m.rank != fault.rank]
+        # _members: ranks of this machine; the lowest of the others asks, so
+        #   that stacks are written once
         if self.rank == min(others, default=fault.rank):
             for member in self._members:
                 if member.rank == fault.rank:

@@ -74,6 +74,8 @@ class StorePoller:
                 self.gone = True
                 if other is not None:
                     other[1].set_exception(StoreUnavailable())
+                # Later requests fail at once instead of waiting for their time
+                # limit, until `close` sends None.
                 while (late := self._others.get()) is not None:
                     late[1].set_exception(StoreUnavailable())
                 return

@@ -189,6 +189,8 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout_s: float) -> None
     failed = False
     stops = StoppedProcesses()
     while waiting := [member for member in crew if member.outcome is None]:
+        # After the first failure, other ranks get `_GRACE_S` to fail with the same fault. If only
+        # the rank at fault is missing, it gets `_CULPRIT_S` to report.
         fault = last_fault(store) if failed else None
         if fault is not None and [member.rank for member in waiting] == [fault.rank]:
             deadline = min(deadline, time.monotonic() + _CULPRIT_S)
@@ -271,6 +273,7 @@ def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout_s: fl
         raise RankFailure(fault.rank, fault.instruction, fault.error, fault.host)
     if not failed:
         raise TimeoutError(f"launch: ranks {missing} had not returned after {timeout_s:g} s")
+    # Most failures are consequences, so the first to arrive need not be the cause.
     culprit = min(failed, key=lambda member: _precedence(member, fault))
     at = fault.instruction if fault is not None and fault.rank == culprit.rank else ""
     if isinstance(culprit.outcome, Died):
@@ -289,6 +292,7 @@ def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, flo
     """
     outcome = member.outcome
     assert isinstance(outcome, Raised | Died)
+    # 0: an error of the rank itself; 1: perhaps a broken connection; 2: it blames another rank
     consequence = 0
     if isinstance(outcome, Raised):
         error = rebuilt(member.rank, outcome)

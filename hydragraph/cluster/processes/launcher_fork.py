@@ -79,6 +79,7 @@ def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
         listener.bind(address)
         os.chmod(address, 0o600)
         listener.listen()
+        # alive: the server ends when the launcher's end closes; go: the launcher's consent to serve
         alive_r, alive_w = os.pipe()
         go_r, go_w = os.pipe()
         pid = os.fork()
@@ -86,6 +87,8 @@ def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
             _be_server(listener.fileno(), alive_r, go_r, {alive_w, go_w}, begin, classes)
         os.close(alive_r)
         os.close(go_r)
+        # The fork has copied any other thread's locks. The child waits for `go`, and ends
+        # if the pipe closes without it.
         one = _one_thread()
         if one:
             os.write(go_w, b"go")
@@ -96,6 +99,7 @@ def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
         os.unlink(address)
         return False
     _end_fork(server)
+    # multiprocessing now believes that it started this server itself.
     server._forkserver_address = address
     server._forkserver_alive_fd = alive_w
     server._forkserver_pid = pid

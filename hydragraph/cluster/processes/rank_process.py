@@ -244,6 +244,7 @@ def raised(error: BaseException) -> Raised:
 
 
 def _pickled_error(error: BaseException) -> bytes | None:
+    # Some errors can be pickled but not unpickled, so each form is tried in both directions.
     for value in (error, (type(error), error.args, error.__dict__)):
         with contextlib.suppress(Exception):
             data = pickle.dumps(value)

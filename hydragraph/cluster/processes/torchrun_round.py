@@ -44,6 +44,8 @@ def _propose(store: Store, ranks: int, limit: _Limit) -> str:
     name = ""
     words = [""]
     while True:
+        # current, words: each rank's word now and in the newest proposal; ""
+        #   if the rank has not arrived
         current = [_get(store, f"joining/{rank}") for rank in range(ranks)]
         if current != words:
             name = uuid.uuid4().hex

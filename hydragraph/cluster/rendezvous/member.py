@@ -115,6 +115,8 @@ class Member:
             accuses = self._accused(failure)
             after = self.generation.number
             leaving = self.leaving and after > 0
+            # If the new generation cannot connect, `_enter` has already set `self.generation`, so
+            # the next round announces that this member has left that generation as well.
             generation = self._wait(MemberRegister(after, True, holds=self.holds, accuses=accuses, leaving=leaving))
             try:
                 self._enter(generation)
@@ -158,6 +160,8 @@ class Member:
             orders = self._place.orders()
             if orders.over or self.number in orders.out:
                 raise MemberDismissed(orders.over or "other ranks have continued without this rank")
+            # SIGTERM arrived during the wait. The proposal lists the members that leave, so this
+            # member must say so before it agrees.
             if self.leaving and said.after and not said.leaving and not said.agreed:
                 said = replace(said, leaving=True)
                 self._place.say(self.number, said)
@@ -172,7 +176,9 @@ class Member:
 
     def _enter(self, generation: Generation) -> None:
         self.generation = generation
+        # Announce the entry first: members that then do not follow are given up (`awaited`).
         self._place.say(self.number, replace(self._place.said(self.number), entered=generation.number))
+        # Free the previous generation's watch and groups: a process has only one default group.
         last = newest_watch()
         if last is not None and not last.closed:
             last.close()
@@ -180,9 +186,11 @@ class Member:
         rank = self.rank
         ranks = len(generation.members)
         nodes = {peer.member: peer.node for peer in self.peers}
+        # here: this node's members in rank order; nodes: member -> node
         here = [member for member in generation.members if nodes[member] == nodes[self.number]]
         os.environ |= {"LOCAL_RANK": str(here.index(self.number)), "LOCAL_WORLD_SIZE": str(len(here))}
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        # Without RANK, `launch.join` makes a world of one rank, which needs no process group.
         if ranks == 1:
             del os.environ["RANK"], os.environ["WORLD_SIZE"]
         _LOG.info("generation %d: rank %d of %d", generation.number, rank, ranks)
@@ -222,6 +230,7 @@ def meet(
         except RuntimeError as error:
             raise explained(error, store, rank, ranks) from error
 
+    # The watch precedes the group, because ranks can be lost while they connect.
     watch = watch_of(None, lambda: store, rank, ranks, generation)
     watch.progress_s = progress_s
     # Outside of elastic launches, the user owns the default group.

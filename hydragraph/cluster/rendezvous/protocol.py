@@ -128,22 +128,29 @@ def decide(
     orders = record.orders
     if orders.over:
         return record
+    # First, give up accused members. Only accusations from the current generation count: after the
+    # next one is confirmed, its members' old registers are stale.
     accused = {member for one in said.values() if one.after == orders.confirmed for member in one.accuses}
     out = tuple(sorted({*orders.out, *(accused & set(record.current))}))
     if out != orders.out:
         orders = replace(orders, out=out)
         record = replace(record, orders=orders)
+    # there: registers of the members that are alive, not given up, and still take part
     there = {m: one for m, one in sorted(said.items()) if m not in out and not one.left}
     proposal = orders.proposal
+    # Second, a proposal whose members all live waits for their agreement. If one of them has died,
+    # `_meet` below proposes again, with the next number, to which no member has agreed.
     if proposal.number > orders.confirmed and all(m in there for m in proposal.members):
         if not all(there[m].agreed == proposal.number for m in proposal.members):
             return record
+        # `_before` needs the ranks of every generation in whose layout a member still holds state.
         kept = {n: members for n, members in record.formed.items() if any(one.holds == n for one in there.values())}
         return CoordinatorState(replace(orders, confirmed=proposal.number), {**kept, proposal.number: proposal.members})
     if any(one.done for one in said.values()):
         # If members failed after the last step, the work is not repeated.
         waiting = any(one.after >= orders.confirmed for m, one in there.items() if m in record.current)
         return replace(record, orders=replace(orders, over="done")) if waiting else record
+    # Third, call the members together, and propose the next generation.
     return _meet(record, there, rules, coming)
 
 
@@ -155,9 +162,11 @@ def awaited(record: CoordinatorState, said: Mapping[int, MemberRegister]) -> tup
     if proposal.number > orders.confirmed:
         return tuple(m for m in proposal.members if m in there and there[m].agreed != proposal.number)
     old = [m for m in record.current if m in there]
+    # If no member has left yet, all are computing, and none is late.
     missing = tuple(m for m in old if there[m].after < orders.confirmed)
     if len(missing) < len(old):
         return missing
+    # Likewise for a confirmed generation: members are late only after another one has entered.
     outside = tuple(m for m in old if there[m].entered < orders.confirmed)
     return outside if len(outside) < len(old) else ()
 
@@ -166,12 +175,18 @@ def _meet(
     record: CoordinatorState, there: Mapping[int, MemberRegister], rules: RankLimits, coming: int
 ) -> CoordinatorState:
     orders = record.orders
+    # old: current members that still live, in rank order; back: those that have left the generation
+    # new: members that can become ranks; starting: processes that are not ready yet
     old = [m for m in record.current if m in there]
     back = [m for m in old if there[m].after >= orders.confirmed]
     new = [m for m, one in there.items() if m not in record.current and one.ready]
     starting = [m for m, one in there.items() if m not in record.current and not one.ready]
     leaving = [m for m in old if there[m].leaving]
+    # Leaving members need no seat in the target size, but take part to hand over their state.
+    # size 4, members 0-3, 3 leaves, 4 is new: room = 4 - (4 - 1) = 1, and members = (0, 1, 2, 3, 4)
     room = max(0, rules.size - (len(old) - len(leaving)))
+    # Some members still train. Call them if another one waits, can join, or was lost, and propose
+    # only after all of them have come back: generations never overlap.
     if len(back) < len(old):
         generation_due = back or (new and room) or len(old) < len(record.current)
         call = orders.confirmed + 1
@@ -179,6 +194,7 @@ def _meet(
     members = (*old, *new[:room])
     if (starting or coming) and len(members) < rules.size and not any(one.holds for one in there.values()):
         return record  # training has not begun, and strategies need all ranks
+    # `stay` counts the ranks that train after leaving members have handed over their state.
     stay = len(members) - len(leaving)
     if stay < rules.least and (starting or coming) and not (leaving and not stay):
         return record
@@ -203,6 +219,7 @@ def _before(
 
     A member holds state of a generation only after all members of that generation have received their state.
     """
+    # ranks: member -> rank in the newest generation whose state is held
     holds = max((there[m].holds for m in members), default=0)
     ranks = {m: rank for rank, m in enumerate(formed.get(holds, ()))}
     return tuple(ranks.get(m) if there[m].holds else None for m in members)
@@ -213,6 +230,7 @@ def attend(member: int, said: MemberRegister, orders: CoordinatorRegister) -> Me
     proposal = orders.proposal
     if orders.over or member in orders.out or member not in proposal.members or proposal.number <= said.after:
         return None
+    # Agree first. The generation becomes valid only when all members' agreement is confirmed.
     if said.agreed != proposal.number:
         return replace(said, agreed=proposal.number)
     return proposal if orders.confirmed == proposal.number else None

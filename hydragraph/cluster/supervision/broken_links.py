@@ -37,10 +37,12 @@ def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: M
     Args:
         broken: pairs of machines that do not hear each other although the leader hears both.
     """
+    # A pair that is not broken now starts again at 0, because it is missing from the new mapping.
     broken_s = {pair: links.broken_s.get(pair, 0.0) + elapsed for pair in broken}
     dropped = dict(links.dropped)
     healed_s = {}
     for node in sorted(dropped):
+        # Only links to machines in use count: two dropped machines need not reach each other.
         apart = any(node in pair and not (set(pair) - {node}) & dropped.keys() for pair in broken)
         healed_s[node] = 0.0 if apart else links.healed_s.get(node, 0.0) + elapsed
         if healed_s[node] >= HEALED_S:
@@ -57,6 +59,10 @@ def smaller_side(broken: Collection[Pair], ranks: Mapping[int, int]) -> dict[int
 
     The machine with the fewest ranks per broken pair is dropped first; among equals, the one with the highest index.
     """
+    # apart: machine -> machines that it does not reach; left: the same
+    #   without machines dropped so far
+    # broken pairs (1, 2) and (1, 3), equal ranks: dropping 1 leaves no broken
+    #   pair, so the result is {1: 2}
     apart: dict[int, set[int]] = {}
     for one, other in broken:
         apart.setdefault(one, set()).add(other)
@@ -67,6 +73,8 @@ def smaller_side(broken: Collection[Pair], ranks: Mapping[int, int]) -> dict[int
         node = min(left, key=lambda each: (ranks.get(each, 0) / len(left[each]), -each))
         dropped.add(node)
         left = {machine: rest for machine in left if machine != node and (rest := left[machine] - {node})}
+    # Greedy steps may drop too much: a machine can stay if all machines that it does not
+    # reach were dropped after it.
     for node in sorted(dropped, key=lambda each: (-ranks.get(each, 0), each)):
         if apart[node] <= dropped:
             dropped.remove(node)

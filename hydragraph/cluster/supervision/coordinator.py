@@ -120,6 +120,9 @@ def seats_by_machine(ranks: int, devices: tuple[int, ...]) -> tuple[int, ...]:
     count = len(devices)
     if len(set(devices)) == 1:
         return tuple(rank * count // ranks for rank in range(ranks))
+    # shares[node]: ranks of a machine; each rank goes where ranks per device stay lowest
+    # 6 ranks on machines with 4 and 2 devices: shares = [4, 2], and the
+    #   result is (0, 0, 0, 0, 1, 1)
     shares = [1] * count
     for _ in range(ranks - count):
         shares[min(range(count), key=lambda node: (shares[node] + 0.5) / devices[node])] += 1
@@ -406,6 +409,8 @@ class AgentLinks:
         with self._lock:
             # If the leader does not hear a machine, only the machine's link to the leader counts.
             heard = {n: post for n, post in self._posts.items() if not post.link.down and post.link.silent_s < _FRESH_S}
+            # broken: pairs (lower, higher) that do not hear each other; ranks:
+            #   machine -> its live processes
             broken = {(min(n, m), max(n, m)) for n, post in heard.items() for m in post.unheard if m in heard}
             ranks = {n: sum(remote.is_alive() for remote in post.processes.values()) for n, post in heard.items()}
             before = self._links
@@ -413,6 +418,7 @@ class AgentLinks:
             self._news |= before.dropped.keys() - self._links.dropped.keys()
             dropped = {n: m for n, m in self._links.dropped.items() if n not in before.dropped}
             ended = {n: list(self._posts[n].processes.values()) for n in dropped}
+        # Sends may block, so they happen without the lock.
         for node, processes in ended.items():
             both = f"both reach machine {self.nodes.number}"
             how = f"machine {node} is dropped: it and machine {dropped[node]} cannot reach each other, but {both}"
@@ -467,6 +473,7 @@ class AgentLinks:
         _watched(accepted, SILENT_S)
         connection = Connection(accepted.detach())
         try:
+            # Both ends prove that they know the key, in the opposite order of `reach`.
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
             hello = connection.recv()
@@ -487,11 +494,14 @@ class AgentLinks:
             link.send(RunOver(refusal, here=True))
             link.close("it is refused")
             return
+        # The newest process of a machine wins: an older one with an open link is told to end.
         if before is not None and not before.link.down:
             why = f"a second process was started for machine {hello.node}, and replaces this process"
             before.link.send(RunOver(why, here=True))
             before.link.close("it was started again")
         _LOG.info("machine %d has arrived", hello.node)
+        # Serve the link until it is down. Outcomes reach the supervisor
+        # through a `RemoteProcess`'s pipe.
         while not link.down:
             message = link.hear(BEAT_S)
             if isinstance(message, Ended):
@@ -522,6 +532,8 @@ class AgentLinks:
 
     def _register(self, hello: Hello, post: _Post) -> _Post | None:
         link = post.link
+        # The members continue under this leader. Processes that do not run here are represented by
+        # a `RemoteProcess`, whose outcome arrives as a message (`Ended`).
         if self._adopting:
             post.processes = {number: RemoteProcess(link, number) for number in hello.members}
             self._adopted += [RankHandle(n, process, process.connection) for n, process in post.processes.items()]

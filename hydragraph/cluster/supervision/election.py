@@ -74,6 +74,8 @@ class Election:
             with self._lock:
                 lease = self.standing.lease
                 place = lease.place if place is None else place
+                # Every write also renews the lease: a new count tells other
+                # machines that the leader lives.
                 lease = replace(lease, beat=lease.beat + 1, place=place, over=over)
                 if self.leads and self._swap(lease, record):
                     return
@@ -113,6 +115,7 @@ class Election:
 
     def _take_part(self) -> None:
         with self._lock:
+            # If the swap fails, another machine has written, and the read below shows what.
             lease = wanted(self.standing, self._own, time.monotonic())
             if lease is not None and self._swap(lease):
                 return
@@ -134,6 +137,8 @@ class Election:
             return True
 
     def _swap(self, lease: Lease, record: str | None = None) -> bool:
+        # Note the request before it is sent. If its answer is lost, a later read that finds this
+        # lease proves that the request was accepted (`learned`).
         text = json.dumps(asdict(lease))
         sent = time.monotonic()
         self.standing = asking(self.standing, lease, sent)

@@ -98,6 +98,7 @@ def learned(standing: LeaseView, lease: Lease, sent: float, now: float) -> Lease
 
     If the machine asked for `lease`, the request was accepted, even if the request seemed to fail.
     """
+    # Leadership is counted from the time of the request, because its answer may take any time.
     before = standing.lease
     first = standing.answered == float("-inf")
     accepted = lease == standing.asked
@@ -116,8 +117,11 @@ def learned(standing: LeaseView, lease: Lease, sent: float, now: float) -> Lease
 def wanted(standing: LeaseView, own: Lease, now: float) -> Lease | None:
     """Return the lease to ask for, or None if another machine holds it or the run has ended."""
     lease = standing.lease
+    # The leader renews its lease with every call, long before the lease ends.
     if standing.leads(now):
         return replace(lease, beat=lease.beat + 1)
+    # Machines wait in turn: machine 2 takes a free lease after 4 s, and a lease that is not renewed
+    # after 5.6 s. A silent register gives no turn, because `answered` then stays the same.
     turn = own.node * FIRST_S if lease.free else TTL_S + own.node * STAGGER_S
     if standing.answered - standing.since < turn or (lease.free and standing.joined):
         return None
@@ -136,8 +140,11 @@ def keeps(standing: LeaseView, term: int, since: float, refused: bool, now: floa
     """
     if now - standing.answered > TTL_S:
         return False  # this machine cannot reach the register, so other machines may continue without it
+    # The old leader has certainly ended: this machine leads, its supervisor
+    # is gone, or its lease ran out.
     if standing.leads(now) or refused or standing.expired:
         return True
+    # A new leader exists. Its address may be unknown for a moment, or the connection takes time.
     if standing.lease.term != term:
         return not standing.lease.place or now - standing.placed < REACH_S
     return now - since < DOUBT_S

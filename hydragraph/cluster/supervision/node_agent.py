@@ -201,6 +201,8 @@ class NodeAgent:
                     link.close("another machine leads")
             return over
         finally:
+            # Without an election, other machines may continue without this
+            # one, so its ranks must end now.
             if self._election is None or over is not None:
                 self._dismiss()
             else:
@@ -247,6 +249,7 @@ class NodeAgent:
         for member in list(self._crew.values()):
             if not leader.kept:
                 self._forget(member.rank)
+            # The earlier leader may not have received or saved this outcome, so report it again.
             elif member.outcome is not None:
                 link.send(Ended(member.rank, member.outcome))
 

@@ -78,6 +78,8 @@ def run_members(elastic: Elastic, nodes: RunMachines | None, job: Job) -> list[b
     handed = None if nodes is None else nodes.handed
     kept = private_folder() if handed is None else handed.kept
     if nodes is not None and nodes.election is not None and handed is not None and (text := nodes.election.record):
+        # A machine that was elected in the middle of a run continues with the earlier
+        # leader's ranks and placement.
         saved = json.loads(text)
         ranks = saved["ranks"]
         nodes = replace(nodes, ranks=ranks, placed=tuple(saved["devices"]))
@@ -97,6 +99,8 @@ def run_members(elastic: Elastic, nodes: RunMachines | None, job: Job) -> list[b
     supervisor = Supervisor(started, store, ranks, elastic, crew=[] if handed is None else list(handed.crew))
     over: RunOver | None = RunOver()
     try:
+        # Lead before other machines can connect: from now on, a lost
+        # lease ends this machine's ranks.
         if nodes is not None and nodes.election is not None:
             supervisor.lead(nodes.election)
         if nodes is not None:
@@ -208,15 +212,19 @@ class Supervisor:
             nodes = set(saved["nodes"])
         self._stop = self._record.orders.stop
         # The previous leader's ranks have ended.
+        # crew: processes of all machines that reached this leader in time; seats: member -> Seated
         crew, seats = self.hub.adopt(nodes - {self._election.standing.lease.prior}, GATHER_S)
         self.crew += crew
         if not self.crew:
             raise RankFailure(0, "", "no rank is left: the leading machine was lost, and other machines had no ranks")
         self._seats = {**handed.seats, **seats}
+        # The new store is empty. Members also repeat their own registers, so these
+        # writes must not overwrite them.
         for member, seated in self._seats.items():
             peer = MemberDescription(member, seated.seat, 0, "", node=self._node(seated.seat))
             self._place.adopt(peer, MemberRegister(ready=not seated.late))
         self._place.order(self._record.orders)
+        # Seats whose members did not come along are refilled like those of lost ranks.
         vacant = set(self._every_seat) - {self._seats[member.rank].seat for member in self.crew} - self._empty
         if self._elastic.rejoin:
             self._waiting = dict.fromkeys(vacant, time.monotonic() + _REJOIN_S)
@@ -281,6 +289,8 @@ class Supervisor:
         number = self._next
         self._next += 1
         self._seats[number] = Seated(seat, late)
+        # Save the number before it is used: a member's number must never be used again,
+        # not even by the next leader.
         self._save()
         self._place.say(number, MemberRegister(ready=not late))
         self._place.introduce(MemberDescription(number, seat, 0, "", node=self._node(seat)))
@@ -313,11 +323,14 @@ class Supervisor:
             return
         assert outcome is not None
         how = outcome.how if isinstance(outcome, Died) else outcome.summary
+        # First tell the other ranks, which wait for this rank. Watches know ranks, not members.
         current = self._record.current
         if member.rank in current:
             generation = prefix(self._record.orders.confirmed)
             announce_death(self._store, current.index(member.rank), how, generation)
         again = isinstance(outcome, Raised) and self._would_come_again(member, outcome)
+        # An error that would recur ends the launch. Once state exists, a newcomer with such
+        # an error only loses its seat.
         if again and (member.rank in current or not self._held):
             self._fatal_at = time.monotonic() + _GRACE_S
             return
@@ -347,6 +360,7 @@ class Supervisor:
         if not self._elastic.rejoin or self._unready[seat] >= _STARTS:
             self._empty.add(seat)
             return
+        # wait for 1, 2, 3, ... short lives in a row: 0.5, 1, 2, ... s, at most 60 s
         short = time.monotonic() - self._since.get(member.rank, time.monotonic()) < _SHORT_S
         self._short[seat] = self._short.get(seat, 0) + 1 if short else 0
         wait_s = min(_REJOIN_MOST_S, _REJOIN_S * 2 ** min(10, max(0, self._short[seat] - 1)))
@@ -385,6 +399,8 @@ class Supervisor:
         record = replace(record, orders=replace(record.orders, stop=self._stop))
         if record.orders == self._record.orders:
             return
+        # Save before members can read the orders: a next leader must know
+        # every order that was obeyed.
         before, self._record = self._record.orders, record
         self._save()
         self._place.order(record.orders)
@@ -413,6 +429,7 @@ class Supervisor:
                 self._ended(member)
 
     def _said(self) -> Mapping[int, MemberRegister]:
+        # Members that have returned still count, because `MemberRegister.done` ends the rendezvous.
         done = [member for member in self.crew if isinstance(member.outcome, Returned)]
         said = {member.rank: self._place.said(member.rank) for member in [*self._live(), *done]}
         self._held = self._held or any(one.holds for one in said.values())
