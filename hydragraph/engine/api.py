@@ -449,6 +449,7 @@ class RankPrograms(Sequence[RankProgram]):
         costs = cluster
         if isinstance(costs, Cluster):
             costs = Costs(datasheet(self.program, costs, efficiency), costs, home=home_of(home))
+        # busy: pipeline -> its number of micro-batches, which all of its ranks share
         busy = {role.pipeline: len(role.micro_batches) for p in self.programs.headers for role in p.roles}
         counts = [busy.get(i, 0) for i in range(len(self.strategy.pipelines))]
         if costs.ranks != len(self):

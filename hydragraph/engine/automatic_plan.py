@@ -111,6 +111,9 @@ def plan_automatically(subject: PlanningSubject, world: World, planning: Plannin
             doing("measuring devices and links")
         discovered = discover(groups)
         _check_models(subject, discovered, groups)
+        # First, measure only plain stages, which takes less time. If there is no plan, or it
+        # fills the memory or streams weights, measure stages with recomputation and sequence
+        # parallelism as well, and plan again.
         more = False
         while True:
             costs, source = _costs(subject, discovered, groups, planning, more)
@@ -152,6 +155,8 @@ def measure_newcomers(
     groups = Groups(world, timedelta(minutes=30))
     try:
         found = types_of(report_devices(groups))
+        # named: (type now, type in `known`) of earlier ranks. A newcomer fits if all earlier ranks
+        #   with its type now have the type in `known` that is assumed for it.
         named = {(found[rank], name) for rank, name in enumerate(types) if rank not in newcomers}
         if all([n for f, n in named if f == found[rank]] == [types[rank]] for rank in newcomers):
             return None
@@ -218,6 +223,7 @@ def _costs(
     subject: PlanningSubject, found: DiscoveredCluster, groups: Groups, planning: Planning, more: bool
 ) -> tuple[Costs, str]:
     """Return the model's costs on the discovered devices, and a text that says where the costs come from."""
+    # Tensor-parallel groups stay within a node, so the largest node bounds the degree.
     degrees = _degrees(subject.program, max(Counter(found.places).values()))
     kinds = [StageKind(tp, sp, again) for tp in degrees for sp in {False, tp > 1} for again in (False, True)]
     schemes = tuple((tp, 1) for tp in degrees)
@@ -225,12 +231,15 @@ def _costs(
     settings = MeasureSettings(schemes, tuple(kinds) if more else (), _longest(subject.program, found, required))
     began = time.monotonic()
     keys = _keys(subject, found, settings, required)
+    # Rank 0 alone reads and writes the cache: ranks with different caches
+    # would take different branches.
     recalled = _of_first(groups, _recalled(keys, found) if groups.world.rank == 0 else None)
     if recalled is not None:
         profile, types = recalled
         return _priced(subject, profile, found.divided(types)), "from the cache"
     attempts = (replace(settings, repeats=repeats, points=points) for repeats, points in ATTEMPTS)
     profile, types = _measured(subject, found, groups, next(attempts))
+    # Repeat noisy measurements once, with more repetitions and token counts.
     for attempt in attempts:
         if not any(_is_noisy(type_profile) for type_profile in (profile, *profile.others)):
             break
@@ -273,6 +282,9 @@ def _of_first(groups: Groups, value: T) -> T:
 
 def _longest(program: Program, found: DiscoveredCluster, required: int) -> int:
     slowest = min(report.flops_per_s for report in found.reports)
+    # Forward and backward passes take about 6 operations per parameter and token, so a
+    # block of `block` parameters at `slowest` FLOP/s takes BLOCK_S for BLOCK_S *
+    # slowest / (6 * block) tokens.
     block = max(bucket.size for bucket in program.buckets)
     return max(required, min(4 * hidden_size(program), int(BLOCK_S * slowest / (6 * block))))
 
@@ -299,6 +311,8 @@ def _keys(subject: PlanningSubject, found: DiscoveredCluster, settings: MeasureS
     nodes = [report.node for report in found.reports]
     keys = []
     for rank, report in enumerate(found.reports):
+        # count: most ranks of this type on a node; nodes[:rank].count(...):
+        #   the rank's number on its node
         count = max(n for place, n in together.items() if place.type == found.types[rank])
         own = (*others, report.host, nodes[:rank].count(report.node))
         keys.append(_Keys(profile_key(report, count, others), profile_key(report, count, own)))
@@ -309,6 +323,8 @@ def _recalled(keys: Sequence[_Keys], found: DiscoveredCluster) -> tuple[Profile,
     shared: dict[str, CachedProfile | None] = {}
     devices = []
     for key, report, name in zip(keys, found.reports, found.types, strict=True):
+        # A rank's own entry exists only if its device differed from
+        # others of its type (`_remember`).
         device = recall_profile(key.own, report)
         if device is None:
             if name not in shared:
@@ -317,6 +333,7 @@ def _recalled(keys: Sequence[_Keys], found: DiscoveredCluster) -> tuple[Profile,
         if device is None:
             return None
         devices.append(device)
+    # If some devices became slower than others, the ratio of their profiles no longer holds.
     if not equally_changed(devices):
         return None
     profiles: dict[str, Profile] = {}
@@ -326,6 +343,7 @@ def _recalled(keys: Sequence[_Keys], found: DiscoveredCluster) -> tuple[Profile,
 
 
 def _remember(keys: Sequence[_Keys], found: DiscoveredCluster, profile: Profile, types: Sequence[str]) -> None:
+    # new_types: type before the measurement -> types after it, as a measurement may split a type
     new_types: dict[str, set[str]] = {}
     for old, new in zip(found.types, types, strict=True):
         new_types.setdefault(old, set()).add(new)

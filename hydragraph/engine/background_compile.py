@@ -73,6 +73,7 @@ class BackgroundCompile:
             folder = Path(self._folder.name)
             write_value(folder / "asked", self._asked)
             self._process = _started(folder)
+            # `close` may have run before `_process` was set, and then could not kill it.
             if self._closed:
                 self._process.kill()
             status = self._process.wait(LIMIT_S)

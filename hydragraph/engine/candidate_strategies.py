@@ -128,6 +128,7 @@ def home_among(world: World, program: Program, home: Home, strategies: Sequence[
     if home.rule is None:
         return home
     hosts = world.gather(world.node)
+    # two hosts with ranks 0, 2 and 1, 3: nodes = [0, 1, 0, 1]; a node's number is its first rank's
     nodes = [hosts.index(host) for host in hosts]
     return from_one(world, lambda: choose_home(_question(program, home, strategies, planning, nodes)))
 
@@ -180,6 +181,7 @@ def proposed(
     from hydragraph.planner.generators.hydraulis import propose
     from hydragraph.planner.improve_schemes import homogeneous, refine
 
+    # usable, schemes: (tensor-parallel degree, pipeline stages) of single pipelines
     usable = [s for s in profile.schemes if s[0] * s[1] <= ranks and _fits(program, s)]
     fitting = schemes_of(profile, ranks, home, usable)
     lengths = [n for batch in batches for n in batch if n]
@@ -272,6 +274,8 @@ def request_of(strategies: Sequence[Strategy], planning: Planning, ranks: int, h
     if profile is None:
         rough = tuple(rough_costs(s) for s in strategies)
         return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)
+    # A profile without blocks has constants only for whole pipelines,
+    # and cannot price single stages.
     if isinstance(profile, Profile) and not profile.blocks:
         for strategy in strategies:
             if strategy.shares:

@@ -76,6 +76,8 @@ def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable
 
         def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
             try:
+                # Check arguments before the watch is entered: a typing mistake on one rank
+                # must not count as its failure.
                 arguments = signature.bind(self, *args, **kwargs).arguments
             except TypeError as error:
                 raise TypeError(f"{what}: {error}") from None

@@ -93,6 +93,7 @@ class CompiledModel:
         self._head = program.templates[program.blocks[-1].template]
         buffers = initial_buffers(model) | loss_buffers(loss)
         self.check: StageCheck | None = None
+        # One rank of each machine checks graphs for all of its ranks.
         if check == "full" and not world.local_rank:
             self.check = StageCheck(program, buffers, inductor, library=library)
         elif check != "off" and not world.local_rank:
@@ -123,6 +124,7 @@ class CompiledModel:
 
     def fill(self, model: nn.Module, groups: Groups, home: HomeState) -> None:
         """Check that ranks have equal weights, and copy this rank's part to `home`; for a meta model, check seeds."""
+        # Ranks of a meta model draw equal weights from equal seeds, so comparing seeds is enough.
         if is_meta(model):
             groups.same_everywhere("random seed (torch.manual_seed)", str(self._torch_seed))
         else:
@@ -188,6 +190,8 @@ class CompiledModel:
         draws: DropoutNumbers | None = None
         if self.program.drops:
             count = len(batch.sequences)
+            # Dropout masks depend on the sequence's place in the mini-batch, not on
+            # its rank; -1 means no dropout.
             numbers = [-1] * count if mode_of(purpose) == "evaluate" else range(count)
             draws = DropoutNumbers(key_of(self.seed, update), numbers)
         if self.sums is not None:
@@ -223,6 +227,8 @@ def of_least_cut(
 
 
 def tensor_names(model: nn.Module) -> dict[str, str]:
+    # first: id of each parameter -> its first name; names: every name, tied
+    #   ones included -> that name
     first = {id(p): n for n, p in model.named_parameters()}
     names = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     names |= {name: name for name, _ in model.named_buffers(remove_duplicate=False)}

@@ -64,6 +64,8 @@ def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: Mea
 
     If ranks are not numbered node by node, all nodes get the slowest links.
     """
+    # hosts: node ids in rank order; host_of[rank]: index in `hosts`
+    # places: (host, type) by rank; order: the different places, which become the cluster's nodes
     hosts = list(dict.fromkeys(report.node for report in reports))
     host_of = [hosts.index(report.node) for report in reports]
     places = list(zip(host_of, types, strict=True))
@@ -76,6 +78,7 @@ def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: Mea
             for quantity in ("flops_per_s", "memory_bytes", "memory_bytes_per_s")
         )
         devices.append(Device(flops, memory, bandwidth, order.index(place), name))
+    # A host without a measured link gets the bandwidth of its memory.
     inner: list[Interconnect] = []
     outer: list[Interconnect] = []
     for host, node in enumerate(hosts):
@@ -85,6 +88,7 @@ def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: Mea
     inner = equalized(inner)
     outer = equalized(outer)
     numbers = [device.node for device in devices]
+    # A `Cluster` with separate nodes numbers its devices node by node.
     if numbers != sorted(numbers):
         within, between = (min(node_links, key=lambda link: link.bytes_per_s) for node_links in (inner, outer))
         return Cluster(tuple(devices), within, between)

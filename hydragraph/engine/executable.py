@@ -189,6 +189,8 @@ class Executable(Membership):
 
         All ranks must call this. Return whether devices were measured.
         """
+        # before: seats of the devices in `known`; types: their assumed types, by
+        #   rank; "" for unknown seats
         known = self._first_profile
         assert isinstance(known, Costs), "call `measure_newcomers` after `adopt`"
         before = list(self.measured_seats or range(known.ranks))
@@ -305,6 +307,7 @@ class Executable(Membership):
         next(pieces)  # `finally` runs only if the generator has begun
         if self.rank not in to:
             return iter(list(pieces))
+        # Other calls are refused until the loop ends, because buckets are gathered while it runs.
         self._restricted = Restriction(
             (*ENDS, "move"), "a loop over weights() has not ended; first finish this loop, or leave it with break"
         )
@@ -481,6 +484,8 @@ class Executable(Membership):
             while True:
                 if groups.closed:
                     raise ValueError("weights: the executable was closed in this loop; leave the loop before close()")
+                # Each bucket is a collective call of its own: between buckets, the
+                # caller's code may take any time.
                 with own_modes("weights"), self._watch.calling("weights"):
                     tensors = next(buckets, None)
                 if tensors is None:

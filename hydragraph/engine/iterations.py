@@ -121,18 +121,28 @@ class IterationRunner(CollectiveCalls):
         log.at_step(self.steps + trains)
         began = time.perf_counter()
         self._communications += 1
+        # _promised: the call that the last commit agreed on, made now; coming:
+        #   a promise for the next call
         coming: AgreedStep | None = None
         if trains:  # a rejected step discards the promise
             coming, self._next = self._next, None
         with self._watch.step(self._communications, self._describe):
             promised = self._promised is not None
+            # Ranks agree on the call before they plan it, because messages of different calls would
+            # not match. After a promise, they have agreed already: only changes since then are
+            # checked, and the commit carries the result (`says`).
             batch, strategy = self._agree(inputs, purpose)
             refused = self._refusal(purpose) if promised else None
+            # Rank 0 chooses the strategy and the assignment.
             work = self._assign(batch, strategy, purpose)
             assigned = time.perf_counter()
+            # Build the program, and compile new graphs, on all ranks
+            # before any of them sends messages.
             self._prepare(work, purpose)
             preparing_s = time.perf_counter() - assigned
             session = self._session
+            # Run the program. At its commit, `says` tells the other ranks about the next call; then
+            # `_update` is called.
             session.executor.probe = self._probe if trains and self._probes() else None
             session.executor.beside = self._transition.reshard if trains else None
             spans = self.spans if trains else None
@@ -142,16 +152,20 @@ class IterationRunner(CollectiveCalls):
             finally:
                 session.executor.beside = None
             self._transition.go_over()  # new owners take over even if the step made no update
+            # A rank refused the update, or settings differed. No rank has
+            # updated, so all raise the reason.
             if not outcome.alike:
                 raise_together(self._session.groups, refused, refused)
                 self._refuse_other_settings(purpose)
         if trains:
             self._lasted = time.perf_counter() - began
+            # The ranks have agreed on the next call, so its `_agree` needs no communication.
             if coming is not None and coming.heard(outcome.said) and outcome.finite:
                 self._promised = coming
         return batch, work, outcome, preparing_s
 
     def _update(self, norm: float) -> None:
+        # The new owners have all gradients, so they update, and the previous owners do not.
         self._transition.go_over()
         self._session.update(norm)
 
@@ -160,6 +174,8 @@ class IterationRunner(CollectiveCalls):
 
         Raise an error on all ranks if the call is invalid, a save has failed, calls differ, or a rank should stop.
         """
+        # First, compare the calls: at the previous step's commit if the step
+        # was promised, otherwise now.
         promised = self._promised
         if promised is not None:
             if not inputs.same_as(promised.inputs):
@@ -169,6 +185,8 @@ class IterationRunner(CollectiveCalls):
         else:
             call = self._checked(inputs, purpose)
             ranks = self._session.compare(call.mark, self._reason_to_stop() if purpose == "train" else self._heard())
+        # Then raise the reason to refuse the call, if any. Every rank takes the same branch,
+        # because `ranks` is equal on all ranks, and equal digests include equal refusals.
         if ranks.unsaved:
             try:
                 self._session.saver.wait()
@@ -179,6 +197,8 @@ class IterationRunner(CollectiveCalls):
         if not ranks.same:
             same = self._session.groups.same_everywhere
             try:
+                # Each comparison raises on all ranks if texts differ, from the most specific text
+                # to the digest of everything.
                 same("call", purpose)
                 self._refuse_other_settings(purpose)
                 own = f"{call.mark:016x}" if call.refused is None else f"refused: {call.refused}"
@@ -209,6 +229,8 @@ class IterationRunner(CollectiveCalls):
             refused = self._refusal(purpose)
         except Exception as error:
             refused = error
+        # Errors are part of the digest. If all ranks refuse for the same
+        # reason, they raise it together.
         accepted = (str(strategy), purpose, inputs.divide_by, self._update_settings(purpose), self._restricted)
         return StepCall(batch, strategy, refused, digest(repr(accepted if refused is None else refused), batch))
 
@@ -237,6 +259,7 @@ class IterationRunner(CollectiveCalls):
         return self._session.settings if purpose == "train" else ""
 
     def _says(self, coming: AgreedStep | None, purpose: Purpose, refused: Exception | None) -> tuple[int, ...]:
+        # -1 refuses the update on all ranks. The shift leaves 52 bits, which float64 holds exactly.
         update = -1 if refused is not None else digest(self._update_settings(purpose), None) >> 10
         if coming is None:
             return self._session.saying(-1, 0, update)
@@ -266,6 +289,8 @@ class IterationRunner(CollectiveCalls):
             others = (strategy for strategy in self._recent if strategy != work.strategy)
             self._recent = (work.strategy, *others)[:RECENT]
         preparer = self._session.preparer
+        # Another number of micro-batches needs a new program but no new graphs, so
+        # the ranks need not agree again.
         if (work.strategy, purpose) in self._prepared:
             preparer.get(*running)
             return
@@ -277,6 +302,7 @@ class IterationRunner(CollectiveCalls):
                 (check if program is self._compiled.program else check.of(program)).check(work.strategy)
         except Exception as error:
             own = error if isinstance(error, ValueError) else _cannot_compile(error, work.strategy)
+        # This rank raises its own error. Other ranks raise an `Unsupported` error that quotes it.
         sent = own if own is None or isinstance(own, Unsupported) else _cannot_compile(own, work.strategy)
         raise_together(self._session.groups, own, sent)
         self._prepared.add((work.strategy, purpose))
@@ -286,6 +312,8 @@ class IterationRunner(CollectiveCalls):
         if not self.watched:
             return False
         self._probe.most_s = MOST_S if self._lasted is None else min(MOST_S, self._lasted / 2)
+        # All ranks probe in the first step after a change of ranks;
+        # later, only ranks without work do.
         idle = not self._session.preparer.get(*self._ran[self._communications]).program.roles
         return self._lasted is None or (idle and self.steps % PROBED_EVERY == 0)
 

@@ -48,12 +48,14 @@ class LiveReshard:
         own = OwnedState.of(ending.home, ending.optimizer)
         reports = together(groups, _WHAT, lambda: (own.columns, plain_state(ending.home, ending.optimizer)))
         before, after = ending.home.layouts, arriving.home.layouts
+        # Buckets with unchanged owners keep their tensors (`HomeState.allocate` with `ending`).
         moving = [bucket for bucket in ending.program.buckets if before[bucket.name] is not after[bucket.name]]
         names = {parameter.name for bucket in moving for parameter in bucket.parameters}
         columns = agreed_columns([rank_columns for rank_columns, _ in reports])
         route = Route(moving, before, after, {name: kinds for name, kinds in columns.items() if name in names})
         state = OwnedState.empty(arriving.home, route.columns, own)
         groups.open_moving()
+        # The copies run alongside the step, but must see the weights after the previous update.
         streams = ending.executor.streams
         updated = streams.mark()
         with streams.beside():
@@ -76,9 +78,11 @@ class LiveReshard:
 
     def end(self) -> None:
         """Send the gradients and the optimizer's settings to the new owners."""
+        # Weights and moments arrive first, because the gradients use the same channel.
         self.settle()
         old, new = self.ending.home, self.arriving.home
         learning = [bucket for bucket in self._route.buckets if bucket.learns]
+        # Gradients move like a column of state with owners, but only those of trained buckets.
         columns = {p.name: {_GRADIENT: torch.float32} for bucket in learning for p in bucket.parameters}
         route = Route(learning, old.layouts, new.layouts, columns)
         StateTransfer(route, _gradients(old), _gradients(new), self.ending.groups, Channel.MOVE).finish()
@@ -88,6 +92,7 @@ class LiveReshard:
             assert own is not None, "plain_state returns None only without an optimizer"
             plain = merged([UnshardedState(**own), *self._plains])
             restore_optimizer(_WHAT, new, self.arriving.optimizer, plain, self._state.states)
+        # From here on, the new owners can update without any further message.
         self.arriving.log.progress = self.ending.log.progress
         self.arriving.log.gathered()
         self.whole = True

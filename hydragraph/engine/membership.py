@@ -219,16 +219,24 @@ class Membership(IterationRunner):
         home = self.wanted_home if requested_home is None else requested_home
         holding = self._transition
         self._next = self._promised = None
+        # With unbroken communicators and the same ranks, only the owners
+        # change: the groups are reused.
         stays = holding.held is not None and world is holding.held.world and not world.watch.broken
         stays = stays and list(before) == list(range(world.ranks))
         chosen = stays and strategy is None and profile is None
+        # First, end all communication of the old world.
         self._stop_handover() if stays else self.leave()
         self._watch = world.watch
         with own_modes("move"), world.watch.calling("move"):
+            # Second, agree on the newest state that the surviving ranks can complete. `meet` is
+            # pure, so equal reports give equal results on all ranks.
             reports = world.gather((holding.standing(world.rank), self.strategies, self._communications))
             meeting = meet([standing for standing, _, _ in reports], before)
             self._communications = max(number for _, _, number in reports)
+            # A rank that other ranks are one update ahead of has all gradients, and updates now.
             finished = holding.agree(meeting, world.rank)
+            # Third, choose strategies and owners for the new ranks. Joining ranks know no
+            # strategies, so all use the leader's.
             current_strategies = reports[meeting.leader or 0][1]
             self.planning = replace(self.planning, profile=self._compiled.priced(profile or self.planning.profile))
             choices = current_strategies if strategy is None else strategy
@@ -241,11 +249,15 @@ class Membership(IterationRunner):
             log = ProgressLog(StateProgress(meeting.updates, meeting.norm))
             ending = holding.held if stays else None
             inputs = (self._compiled, world, home, self._optimizer, self._compiled.identity(self.strategies))
+            # Fourth, fill a new session while the old one keeps its state. After an error here, the
+            # move can be repeated from the old state.
             session = Session.begin(*inputs, log=log, ending=ending)
             holding.expect(session)
             own_buffers = persistent_buffers(self._compiled, session)
             brought = bring(session, holding.held if counts else None, meeting, restore, own_buffers)
             holding.arrived(meeting.generation + 1)
+            # Switch only after every rank has received everything. If ranks are lost now, those
+            # that have not switched still offer the complete new state to the next `meet`.
             session.groups.gather(None)
             holding.take()
             self._take_buffers(brought)
@@ -266,6 +278,7 @@ class Membership(IterationRunner):
         Raises:
             ValueError: the home does not fit, or another handover is in progress; raised on all ranks.
         """
+        # Only one handover can be in progress, because the next step completes it.
         if self._transition.reshard is not None:
             on_its_way = self._transition.reshard.arriving.owners.home
             raise agreed(ValueError(f"rehome: state is still moving to {on_its_way}: train a step first"))

@@ -68,6 +68,8 @@ class PlanService:
         with self._changed:
             self._request = request
             self._number += 1
+            # None marks plans to be made again. Mini-batches in work are queued again:
+            # their plans have the old number.
             self._plans = {} if forget else dict.fromkeys(self._plans)
             again = list(self._plans)
         for lengths in again:
@@ -121,6 +123,7 @@ class PlanService:
     def _ask(self, index: int, lengths: Lengths) -> PlanAnswer:
         worker = self._workers[index] = self._workers[index] or Worker("hydragraph.engine.planning_worker")
         with self._changed:
+            # A process keeps its request, so it gets one only if it does not have this version yet.
             request = None if self._told[index] == self._number else self._request
             self._told[index] = self._number
         answer = cast(PlanAnswer, worker.ask((request, lengths)))

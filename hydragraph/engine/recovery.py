@@ -149,10 +149,14 @@ def meet_again(
     received = 0
     finished = False
     read: Counter[str] = Counter()
+    # Remember what these ranks ran, before the ranks change.
     past = exe.past.ended(exe.recent, len(before))
+    # Repeat until all ranks have the state: each round forms a generation, and a rank that is lost
+    # during the move starts another round.
     while True:
         if isinstance(failure, RankFailure):
             reasons.append(str(failure).partition("; restart all ranks")[0])
+        # Close the communicators with lost ranks before the next generation connects.
         exe.leave()
         _free_frames(failure)
         member.progress_s = exe.progress_s
@@ -170,6 +174,8 @@ def meet_again(
         received += moved.received
         finished |= moved.finished
         read.update(moved.read)
+        # Leaving ranks have handed over their state in this round, but still belong to this
+        # generation. They end, and the other ranks meet once more without them.
         if not generation.leaving:
             break
         if member.number in generation.leaving:
@@ -183,7 +189,9 @@ def meet_again(
     now = generation.members
     joined = tuple(rank for rank, m in enumerate(now) if m not in before)
     came = "ranks joined" if joined else "ranks were asked to reconnect"
+    # lost, left: numbers in the generation before; joined: numbers in the current one
     lost = tuple(rank for rank, m in enumerate(before) if m not in now and m not in left)
+    # No survivor remembers the earlier generation, so count its ranks from 0.
     if len(joined) == len(now) and generation.lost:
         lost = tuple(range(len(generation.lost)))
         came = "all ranks were lost"
@@ -219,6 +227,8 @@ def _move(
     going = [generation.members.index(m) for m in generation.leaving]
     home = home_for(exe.wanted_home, seats, going)
     with world.calling("survive"):
+        # First measure devices that are not known yet. Slowdowns of earlier
+        # measurements no longer apply then.
         fresh = exe.given == "auto" and _measured(exe, world, generation, seats)
         profile = costs_for(exe.given_profile, seats, home, exe.measured_seats)
         if rates is not None and isinstance(profile, Costs) and not fresh:
@@ -228,10 +238,13 @@ def _move(
             finite = {m: rate for m, rate in member_rates.items() if math.isfinite(rate)}
             slow = {rank: finite[m] for rank, m in enumerate(generation.members) if m in finite}
             profile = profile.changed(health=Health(slow))
+        # Then choose strategies, and a checkpoint in case state is lost. New ranks may not know it,
+        # so all ranks use the first rank's that has one.
         strategies = strategies_for(exe, world, home, profile, None if rates is None else past, seats)
         pieces = saved.pieces()
         sources = world.gather((saved.newest(), pieces is not None))
         path = next((checkpoint for checkpoint, _ in sources if checkpoint is not None), None)
+        # A rank without pieces takes part in reading them, because reads are collective.
         if pieces is None and any(has_pieces for _, has_pieces in sources):
             pieces = Pieces()
     restore: Restore | None = path
@@ -240,6 +253,7 @@ def _move(
     try:
         return exe.move(world, home, generation.before, restore, strategies, profile)
     except ValueError as error:
+        # All ranks have raised this error. If any rank found damage, rank 0 renames the directory.
         if path is None or saved.set_aside is None or not any(world.gather(isinstance(error, Damaged))):
             raise
         if not world.gather(world.rank == 0 and saved.set_aside(path))[0]:
@@ -253,6 +267,7 @@ def _free_frames(failure: BaseException | None) -> None:
 
     def free() -> None:
         errors = [failure]
+        # The list grows while it is read: it follows the chain of causes and contexts once.
         for error in errors:
             if error is not None:
                 traceback.clear_frames(error.__traceback__)
@@ -318,6 +333,8 @@ def strategies_for(
     several = [choices] if isinstance(choices, Strategy | str) else choices
     strategies = [strategy_for(choice, exe.program) for choice in several]
 
+    # Given strategies that still fit are kept. Otherwise, plan for the devices, or
+    # adapt the given ones (`refit`).
     def fits(strategy: Strategy) -> bool:
         try:
             exe.check(strategy, world.ranks)
@@ -345,6 +362,7 @@ def costs_for(
     places = list(priced or range(given.ranks))
     if not {*seats} <= {*places}:
         return given.profile
+    # ranks in seats (0, 2) of costs for seats (0, 1, 2): devices 0 and 2 become ranks 0 and 1
     return given.of_ranks([places.index(seat) for seat in seats], home)
 
 
@@ -355,6 +373,7 @@ def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) ->
         wanted: home with shares by seat; a seat without a share gets the average.
         leaving: ranks that must not own state.
     """
+    # Without enough ranks, one copy is kept. Without enough nodes, copies may share a node.
     copies = wanted.copies if len(seats) - len(leaving) >= wanted.copies else 1
     nodes = None
     if wanted.nodes is not None and max(seats) < len(wanted.nodes):
@@ -370,6 +389,7 @@ def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) ->
 def _shares(wanted: Sequence[float] | None, seats: Sequence[int], leaving: Sequence[int]) -> tuple[float, ...]:
     seat_shares = [1.0] * (max(seats) + 1) if wanted is None else list(wanted)
     mean = sum(seat_shares) / len(seat_shares)
+    # wanted (3, 1, 2), seats [0, 2, 5], rank 1 leaves: shares 3, 2, 2 (mean), kept = (3, 0, 2)
     shares = [seat_shares[seat] if seat < len(seat_shares) else mean for seat in seats]
     kept = tuple(0.0 if rank in leaving else share for rank, share in enumerate(shares))
     equal = tuple(0.0 if rank in leaving else 1.0 for rank in range(len(seats)))

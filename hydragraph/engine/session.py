@@ -90,6 +90,7 @@ class Session:
             Unsupported: the optimizer cannot work on some rank's shards; raised on every rank.
         """
         world.watch.rest("")
+        # First connect the ranks, and compare what must be equal, before any message depends on it.
         groups = ending.groups if ending else Groups(world, TIMEOUT)
         log = log or ProgressLog()
         program = model.program
@@ -101,9 +102,12 @@ class Session:
         if home.copies > 1:
             nodes = groups.gather(world.node)
             home = home.on([nodes.index(node) for node in nodes])
+        # layouts: bucket name -> intervals of the bucket and their owners
         owners = HomeLayouts(home, world.ranks)
         layouts = owners.by_name(program.buckets)
         if ending:
+            # Unchanged layouts stay the same objects: moves skip a bucket if its
+            # layout `is` the earlier one.
             layouts = {name: _same(ending.home.layouts[name], layout) for name, layout in layouts.items()}
         state = HomeState.allocate(program, layouts, world.rank, device, ending.home if ending else None)
         fill(groups, state)
@@ -114,6 +118,7 @@ class Session:
         copies = rounded(state, program.dtype, trained_by)
         exact = model.sums is not None
         executor = Executor(program, state, groups, world.watch, device, rounded=copies, log=log, deterministic=exact)
+        # A save in progress has its own communicators, so it can continue under the new session.
         saver = ending.saver if ending else Saver(world, TIMEOUT)
         _LOG.info("state: %s", owners_text(home, names, world.ranks))
         ready = (owners, state, trained_by, preparer, executor, log, model.max_grad_norm, trained_names)
@@ -127,6 +132,8 @@ class Session:
     def compare(self, digest: int, stopping: int) -> RanksCompared:
         if self.world.ranks == 1:
             return RanksCompared(True, self.saver.failed, stopping)
+        # The maximum of -digest is the negated minimum. Digests 5 and 7:
+        # max 7, min 5, so they differ.
         most = torch.tensor([digest, -digest, int(self.saver.failed), stopping], device=self.world.device)
         most = self.groups.reduce_to_host(Channel.COMMIT, most, ReduceOp.MAX)
         return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
@@ -138,6 +145,8 @@ class Session:
             digest: 62-bit digest of the next call, or -1 if the call is unknown.
             update: digest of this update's settings, or -1 to refuse the update.
         """
+        # Commits send float64, which holds integers below 2**53 exactly, so a 62-bit digest takes
+        # two numbers. An unknown call, -1, has high = -1, which `RanksCompared.of` rejects.
         high, low = divmod(digest, 1 << 31)
         return high, low, int(self.saver.failed), stopping, update
 
@@ -157,6 +166,8 @@ class Session:
             says: function that returns the result of `saying`, called after the computation.
         """
         prepared = self.preparer.get(work.strategy, work.assignment.counts, purpose)
+        # batches: micro-batch -> its packed tensors, for the pipelines that this rank takes part in
+        # places: micro-batch -> positions of its sequences in the mini-batch, for scores
         batches: dict[int, Mapping[str, Tensor]] = {}
         places: dict[int, Sequence[int]] = {}
         for role in prepared.program.roles:
@@ -197,6 +208,7 @@ class Session:
             if not parameters:
                 continue
             layout, shard = self.home.layouts[bucket.name], shards[bucket.name]
+            # Gather the bucket like a pull of weights whose receivers are the ranks `to`.
             exchange = pull_exchange(layout, whole(bucket.size, *to), world.rank, world.ranks, world.device)
             chosen = shard.dtype if dtype is None else dtype(p.name for p in parameters)
             full = Transfer(exchange, self.groups, Buffers(world.device)).pull(shard, chosen)()
@@ -210,6 +222,8 @@ class Session:
 
     def update(self, norm: float) -> None:
         """Clip this rank's gradients by the global norm, and update its share of the weights."""
+        # Between `updating` and `updated`, the state is neither old nor new: an interruption leaves
+        # it `torn`, and this rank must load its state or get it from other ranks.
         self.log.updating()
         if self.max_grad_norm is not None:
             self.home.clip_gradients(norm, self.max_grad_norm)
@@ -262,6 +276,7 @@ def _optimizer(
         sent = Unsupported(sentence, where="optimizer", remedy="correct the function passed as optimizer=")
         sent.__cause__ = refused
     raise_together(groups, sent, sent)
+    # names: id of each parameter of this rank -> its name; missing: left-out names, by rank
     names = {id(parameter): name for name, parameter in state.named()}
     # The function that makes the optimizer may leave out empty shards.
     missing = groups.gather(left_out(optimizer, names))

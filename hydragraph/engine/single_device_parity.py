@@ -105,6 +105,8 @@ def reference(
     for number, (ids, labels) in enumerate(pairs):
         if not bool((labels != -100).any()):
             continue
+        # Gradients use dropout masks. The loss, as in `evaluate`, does
+        # not, and needs a second pass.
         with masks(number, len(ids)) if masks else nullcontext():
             part = factors[number] * loss_of(ids, labels)
         if masks is None:

@@ -82,12 +82,17 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
         plain = plain_state(session.home, session.optimizer)
         return own.columns, plain, pieces.busy, pieces.written, pieces.last, pieces.new_series(), errors
 
+    # Every rank needs the same decisions, so all report first: which places
+    # are busy, and what they hold.
     reports = zip(*together(groups, "keep", mine), strict=True)
     all_columns, all_plains, busy, written, all_last, new_series, all_errors = reports
     columns = agreed_columns(all_columns)
     plains = [UnshardedState(**plain) for plain in all_plains if plain is not None]
+    # If the last stored step is not an earlier one, training went back. Its pieces then get a new
+    # series, so that they never mix with the abandoned ones.
     last = max((kept for kept in all_last if kept is not None), default=None)
     series = new_series[0] if last is None or last.step >= step else last.series
+    # whole: place -> checkpoint that every rank last wrote there; older ones may be deleted
     whole = {tier: kept for tier, kept in written[0].items() if all(other.get(tier) == kept for other in written)}
     common = {
         "columns": named(columns),
@@ -126,6 +131,7 @@ def bring(
     """
     groups = session.groups
     rank = session.world.rank
+    # First, tell all ranks what the survivors hold, and the leader's buffers if ranks join.
     own = OwnedState.of(old.home, old.optimizer) if old is not None and meeting.before[rank] is not None else None
 
     tells = None in meeting.before and rank == meeting.leader
@@ -137,20 +143,27 @@ def bring(
         return dict(own.columns), plain_state(old.home, old.optimizer), session.world.node, own_buffers
 
     columns, plains, hosts, told_buffers = zip(*together(groups, _WHAT, told), strict=True)
+    # Second, find the owners in the agreed state, and number them as in the new world. Elements of
+    # lost ranks have no row in `source`.
     nodes = [hosts.index(host) for host in hosts]
     there = HomeLayouts(meeting.home, meeting.ranks).by_name(session.program.buckets)
     source = {name: layout.renamed(meeting.before, nodes) for name, layout in there.items()}
     before = own.home.layouts if own is not None else {}
+    # moving: buckets whose owners change; the others keep their tensors
     moving = [b for b in session.program.buckets if before.get(b.name) is not session.home.layouts[b.name]]
     names = {parameter.name for bucket in moving for parameter in bucket.parameters}
     kinds = {name: kinds for name, kinds in agreed_columns(columns).items() if name in names}
     route = Route(moving, source, session.home.layouts, kinds)
+    # Third, move the state, or read all of it from a checkpoint if no survivor has some elements:
+    # parts of different steps must not mix.
     if route.lost:
         return _read(session, route, restore, meeting.leader is None, buffers)
     arriving = OwnedState.empty(session.home, route.columns, own)
     received = carry(route, own, arriving, groups)
     if session.optimizer is not None:
         assert meeting.leader is not None, "the state is complete, so at least one rank has finished its step"
+        # The leader's part comes first, because `merged` takes the
+        # hyperparameters of the first part.
         parts = [plains[meeting.leader], *(plain for plain in plains if plain is not None)]
         plain = merged([UnshardedState(**part) for part in parts])
         optimizer = session.optimizer
@@ -194,6 +207,7 @@ def read(session: Session, restore: Restore, buffers: Mapping[str, Tensor]) -> L
     groups = session.groups
     groups.same_everywhere("checkpoint to restore from", f"{pieces is not None} {path}")
     if pieces is not None:
+        # Pieces older than the directory's checkpoint are not worth reading.
         least = None
         if path is not None:
             least = groups.gather(_steps_of(path) if session.world.rank == 0 else 0)[0]

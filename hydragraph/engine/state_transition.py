@@ -59,6 +59,8 @@ class StateTransition:
 
     def standing(self, rank: int) -> RankStates | None:
         """Return the states that this process can provide as rank `rank`, or None if the process has no session."""
+        # If this attempt fails, the next one may name this process by the number
+        # that it has in this attempt.
         before, self._called = self._called, (*self._called, rank)
         if self.held is None:
             return None
@@ -68,12 +70,16 @@ class StateTransition:
 
     def agree(self, meeting: AgreedState, rank: int) -> bool:
         """Switch to the agreed state; return whether this rank had to finish the last step."""
+        # An interrupted move may have completed on some ranks. Other ranks then switch as well, if
+        # the agreed state is the new one; otherwise they discard it.
         if self._whole and meeting.generation == self._ahead:
             self.take()
         self._arriving = None
         self._whole = False
         if self.held is None or meeting.before[rank] is None:
             return False
+        # All owners had their gradients before any rank could update,
+        # so no communication is needed.
         behind = self.held.log.progress.updates < meeting.updates
         if behind:
             _LOG.info("finished step %d, which other ranks had finished", meeting.updates)
@@ -91,6 +97,7 @@ class StateTransition:
 
     def take(self) -> None:
         assert self._arriving is not None, "only an arriving session can be taken"
+        # Schedulers refer to the optimizer object, so it survives the switch with the new state.
         self.held = kept(self._arriving, self.held)
         self.generation = self._ahead
         self._arriving = None
@@ -113,6 +120,8 @@ class StateTransition:
         reshard, self.reshard = self.reshard, None
         if reshard is None:
             return
+        # If the handover was complete, other ranks may already have switched, so
+        # offer the new state (`standing`).
         self._whole = reshard.whole
         if not broken:
             reshard.settle()

@@ -77,8 +77,10 @@ class IterationPlanner:
             if self._service is not None:
                 self._service.take(key, 0.0)  # discard a plan that was requested before `change`
             return self._planned(answer(self._request, key), began, None)
+        # Without processes, or if their queue is full, this process plans while the step waits.
         if self._service is None or not self._service.submit(key):
             return self._planned(answer(self._chosen, key), began, self.static)
+        # Wait for the plan, but not for processes that have only just started after a recovery.
         starting = self._hurries and not self._service.answered
         planned = self._service.take(key, 0.0 if starting else self._policy.patience_s)
         return self._planned(planned, began, self.static) if planned is not None else self._quick(key, began)
@@ -115,6 +117,7 @@ class IterationPlanner:
         if planned.choice is None:
             raise planned.error or AssertionError("an answer without a choice has an error")
         choice = planned.choice
+        # The planning processes know only the static candidate, as number 0.
         self._last = choice.index if static is None else static
         assignment = Assignment(choice.assignment.micro_batches, choice.assignment.lengths)
         waited = time.perf_counter() - began
@@ -127,6 +130,7 @@ class IterationPlanner:
         longest = max(lengths, default=0)
         request = self._request.reaching(longest)
         reach = [request.reach(i) for i in range(len(request.candidates))]
+        # Prefer the candidate of the last plan unless it cannot run the longest sequence.
         chosen = self._last if reach[self._last] >= longest else reach.index(max(reach))
         assignment = assign_pipelines(request.candidates[chosen], lengths)
         _LOG.info(

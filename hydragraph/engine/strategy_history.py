@@ -36,6 +36,8 @@ class StrategyHistory:
         seats = tuple(range(ranks)) if self.seats is None else self.seats
         here = frozenset(seats)
         same = (strategy for period in self.periods if period.seats == here for strategy in period.strategies)
+        # Ranks become seats: rank r of a strategy ran in seat `seats[r]`. `dict.fromkeys` keeps
+        # the first of equal strategies.
         ran = dict.fromkeys((*(s.renumbered(dict(enumerate(seats))) for s in strategies), *same))
         earlier = (period for period in self.periods if period.seats != here)
         return replace(self, periods=(TrainingPeriod(here, tuple(ran)[:KEPT]), *earlier)[:KEPT])
@@ -45,6 +47,8 @@ class StrategyHistory:
 
         Strategies that ran on exactly these seats come first. The order is otherwise most recent first.
         """
+        # seats (2, 0, 3): number = {2: 0, 0: 1, 3: 2}; a strategy on seats 0 and 2
+        #   becomes one on ranks 1 and 0
         number = {seat: rank for rank, seat in enumerate(seats)}
         for period in self.periods:
             for seat in sorted(period.seats):

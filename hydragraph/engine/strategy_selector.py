@@ -126,10 +126,13 @@ class StrategySelector:
         self._drop()
 
     def _plan(self, lengths: tuple[int, ...]) -> IterationPlan | ValueError:
+        # The new strategies became ready on all ranks in the previous step. Rank 0 plans with them
+        # now, and the others follow in the same step.
         if self._ready:
             self.strategies = self._coming
             self._replan()
             self._drop()
+        # Without `ready_first`, the change also takes effect in this step, before rank 0 plans.
         change = self._change
         if change is not None and not change.ready_first:
             self._replan()
@@ -139,6 +142,8 @@ class StrategySelector:
                 plan = self._planner.plan(lengths)
             except ValueError as error:
                 plan = error
+        # Rank 0 repeats the pending strategies in every step, so that all ranks take
+        # the same branch of `_follow`.
         message = _Told(plan) if change is None else _Told(plan, change.strategies, change.ready_first)
         received = self._groups.tell(message)
         self._follow(received)
@@ -157,6 +162,7 @@ class StrategySelector:
         if not told.ready_first:  # the plan refers to the new strategies
             self._drop()
             self.strategies = coming
+        # Prepare the strategies in the background, and train with the current ones meanwhile.
         elif coming != self._coming:
             self._drop()
             self._coming = coming
@@ -167,9 +173,12 @@ class StrategySelector:
     def _see(self) -> None:
         making, node = self._making, self._groups.world.node
         settled = making is None or making.settled
+        # every: (node, settled, offer) by rank; only the rank that
+        #   prepares for its node has an offer
         every = self._groups.gather((node, settled, None if making is None else making.offer))
         if all(settled for _, settled, _ in every):
             here = [offer for its_node, _, offer in every if offer is not None and its_node == node]
+            # Every rank must have its graphs before any rank uses the strategies.
             reasons = self._groups.gather("".join(map(self._readying.take, here)))
             self.refused = next(filter(None, reasons), "")
             self._ready = not self.refused

@@ -42,6 +42,7 @@ class PublishedWeights:
         self._dtype = dtype
         keys = None if self._shell is None else published_keys(self._shell)
         self._exact = frozenset[str]() if self._shell is None or dtype == torch.float32 else self._shell.fp32_keys
+        # a tied weight is published once, under the first of its keys
         self._first: dict[str, str] = {}  # canonical name -> first key
         for key, source in compiled.tensors.items():
             if keys is None or key in keys:

@@ -133,7 +133,7 @@ class Stopping:
             self._in_hand = False
 
     def _heard(self, number: int, _: object) -> None:
-        # A repeated SIGTERM changes nothing, but a second Ctrl-C ends the process at once.
+        # A repeated SIGTERM is ignored, but a second Ctrl-C ends the process at once.
         self._interrupts += number == signal.SIGINT
         if self.signal:
             if self._interrupts > 1 and not self._led:

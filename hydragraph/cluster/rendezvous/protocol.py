@@ -162,11 +162,11 @@ def awaited(record: CoordinatorState, said: Mapping[int, MemberRegister]) -> tup
     if proposal.number > orders.confirmed:
         return tuple(m for m in proposal.members if m in there and there[m].agreed != proposal.number)
     old = [m for m in record.current if m in there]
-    # If no member has left yet, all are computing, and none is late.
+    # Members are late only after another one has left: until then, all are computing.
     missing = tuple(m for m in old if there[m].after < orders.confirmed)
     if len(missing) < len(old):
         return missing
-    # Likewise for a confirmed generation: members are late only after another one has entered.
+    # Likewise, members are late to enter a generation only after another one has entered.
     outside = tuple(m for m in old if there[m].entered < orders.confirmed)
     return outside if len(outside) < len(old) else ()
 

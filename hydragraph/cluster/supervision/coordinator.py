@@ -494,7 +494,7 @@ class AgentLinks:
             link.send(RunOver(refusal, here=True))
             link.close("it is refused")
             return
-        # The newest process of a machine wins: an older one with an open link is told to end.
+        # The newest process of a machine wins: an older one with an open link must end.
         if before is not None and not before.link.down:
             why = f"a second process was started for machine {hello.node}, and replaces this process"
             before.link.send(RunOver(why, here=True))
