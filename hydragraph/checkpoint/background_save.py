@@ -52,10 +52,13 @@ class Saver:
         """Wait for an earlier save, copy the state and start writing; see `save_and_load.save` for the arguments."""
         self.wait()
         if self._groups is None:
+            # The thread needs its own communicators: in shared ones, its
+            # messages could meet those of a step.
             world = replace(self._world, backend="gloo")  # this group only sends Python objects
             self._groups = Groups(world, self._timeout)
         prepared = save_and_load.prepare(path, home, optimizer, extra, groups)
         with removed_after_error(prepared.scratch, self._world.rank):
+            # Copy before returning, because the next update changes the state.
             copied = together_own(groups, prepared.what, prepared.snapshot)
         self._thread = threading.Thread(target=self._write, args=(copied, self._groups), name="hydragraph-save")
         self._thread.start()

@@ -55,6 +55,7 @@ def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
             shutil.rmtree(set_aside(path, "old"))  # a partly deleted checkpoint must not look complete
             _LOG.info("deleted checkpoint %s: only the newest %d are kept", path, keep)
     for path in directory.iterdir() if checkpoints else ():
+        # Leftovers of later steps may belong to a save in progress.
         leftover = _LEFTOVER.fullmatch(path.name)
         if leftover is not None and int(leftover[1]) <= checkpoints[-1][0]:
             shutil.rmtree(path)
@@ -94,6 +95,8 @@ def commit(path: Path, scratch: Path, manifest: CheckpointManifest) -> None:
             f"checkpoint {path}: rank 0 does not see {', '.join(unseen)}, which other ranks wrote: save to a directory"
             " that all ranks share"
         )
+    # For crashes, the marker comes after all files, and the new name after the marker. If `path`
+    # exists, a crash between the two renames leaves the old checkpoint in `PATH.old-...`.
     write_whole(scratch / MARKER, json.dumps(asdict(manifest), indent=1))
     _sync(scratch)
     if path.exists():

@@ -95,6 +95,7 @@ def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: 
 
     If a file has changed, all ranks raise Damaged.
     """
+    # Ranks that share a copy of the directory each hash a part of its files.
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
     by_rank = together(groups, what, lambda: [text for n in mine if (text := damage(path / n, manifest.files[n]))])
     damages = [text for part in by_rank for text in part]

@@ -108,6 +108,7 @@ def restore(
     """
     check_groups(what, home, optimizer, plain)
     groups = _group_names(home, optimizer)
+    # Parameters that the optimizer has never stepped have no state, and must not get an empty one.
     stepped = {name for name in home.pieces if states.get(name) or plain.scalars.get(name)}
     optimizer.load_state_dict(
         {

@@ -89,6 +89,8 @@ class Recovery:
         pieces = self.pieces
         pieces.join()
         while True:
+            # An unreadable piece is remembered, and the next round uses another copy or an earlier
+            # checkpoint. An error without a new unreadable piece would recur, so it is raised.
             unreadable_before = len(pieces.unreadable)
             try:
                 newest = self._newest()
@@ -115,6 +117,7 @@ class Recovery:
             )
         current = set(self.groups.gather(self.pieces.series))
         refusals = []
+        # Another run may have written newer pieces to the same store, so current series come first.
         for kept in sorted(there, key=lambda kept: (kept.series in current, kept), reverse=True):
             if self.least is not None and kept.step < self.least:
                 return None
@@ -141,6 +144,8 @@ class Recovery:
         state = OwnedState.empty(self.home, columns)
         buckets = {bucket.name: bucket for bucket in self.buckets}
         reading = _PieceReader(self.pieces, found.kept, buckets, columns, state)
+        # mine: reads whose only receiver is the reader; they need no message,
+        #   so threads finish them alone
         mine = [fetch for fetch in found.plan if fetch.receivers == (fetch.reader,)]
         shared = [fetch for fetch in found.plan if fetch.receivers != (fetch.reader,)]
         with ThreadPoolExecutor(len(StorageTier) * _READERS, thread_name_prefix="hydragraph-read") as threads:
@@ -154,6 +159,8 @@ class Recovery:
             ]
             received = 0
             windows = [*_windows(reading, shared, self.chunk // (_AHEAD + 1))]
+            # All ranks exchange the same windows in the same order. A few windows are read ahead,
+            # so that reading and sending overlap within `chunk` bytes.
             begun = [_begin(reading, window, rank, threads) for window in windows[:_AHEAD]]
             for number, window in enumerate(windows):
                 data = together_own(groups, _WHAT, partial(_results, begun.pop(0)))
@@ -178,6 +185,8 @@ class Recovery:
         hosts = self.groups.gather((self.groups.world.node, [*pieces.shelves], pieces.unreadable))
         names = [host for host, _, _ in hosts]
         nodes = [names.index(name) for name in names]
+        # reach: tier -> ranks that share this rank's place: itself, its
+        #   node, or all ranks with a store
         reach = {
             StorageTier.MEMORY: [rank],
             StorageTier.DISK: [
@@ -191,6 +200,7 @@ class Recovery:
             for tier, ranks in reach.items():
                 # The lowest rank with access to the place lists the pieces.
                 if tier in pieces.shelves and min(ranks) == rank:
+                    # Pieces that any of these ranks could not read are left out for all of them.
                     without = set().union(*(hosts[sharer][2] for sharer in ranks))
                     try:
                         held = pieces.held(tier)
@@ -307,6 +317,8 @@ def _exchange(
     reading: _PieceReader, window: Sequence[PieceRead], data: Mapping[PieceRead, Tensor], groups: Groups
 ) -> int:
     rank, ranks, device = groups.world.rank, groups.world.ranks, groups.world.device
+    # leaving[peer]: bytes of reads for a peer; arriving[peer]: reads that come from it; both in the
+    #   order of the window, so that sizes match
     leaving = [
         [data[f] for f in window if f.reader == rank and peer in f.receivers and peer != rank] for peer in range(ranks)
     ]

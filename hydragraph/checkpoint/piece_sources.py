@@ -73,6 +73,8 @@ def fetch_plan(
     Returns:
         Reads in order of buckets and elements; a rank receives each element once.
     """
+    # load: elements that each rank reads; places: piece -> places that hold
+    #   it; by_bucket: sorted pieces
     load = [0] * len(nodes)
     places: dict[StatePiece, list[PiecePlace]] = {}
     for place, there in held.items():
@@ -92,6 +94,7 @@ def fetch_plan(
             having = {piece: places[piece] for piece in pieces if piece.lo <= lo and hi <= piece.hi}
             for fetch in _fetches(having, nodes, load, bucket, lo, hi, needing):
                 load[fetch.reader] += fetch.size
+                # Extend the read that ends at `lo`, if it has the same reader, piece and receivers.
                 key = (fetch.reader, fetch.tier, fetch.piece, fetch.receivers, lo)
                 at = open_at.pop(key, len(plan))
                 if at == len(plan):
@@ -110,6 +113,7 @@ def _fetches(
     hi: int,
     needing: Sequence[int],
 ) -> Iterator[PieceRead]:
+    # reach: rank -> nearest place that it can read, and the piece there
     reach: dict[int, tuple[StorageTier, StatePiece]] = {}
     for piece, places in having.items():
         for place in places:
@@ -133,6 +137,9 @@ def _fetches(
                 if tier is not StorageTier.MEMORY and (near or tier is StorageTier.STORE)
                 else False
             )
+            # The least tuple wins, and False is less than True: avoid the store, then other
+            # nodes, then far places, then readers that do not need the data, then new readers,
+            # then those with more to read.
             return (tier is StorageTier.STORE, not near, tier, helps, rank not in reads, load[rank], rank)
 
         reader = min(reach, key=cost, default=None)

@@ -111,11 +111,13 @@ def prepare(
     path = Path(path)
     path = path.resolve() if path.is_symlink() else path
     rank = groups.world.rank
+    # First, serialize everything that can be refused, before a directory exists.
     parts = together(groups, what, lambda: encoded("the optimizer", plain_state(home, optimizer)))
     entry = together_own(groups, what, lambda: packed(extra, parts) if rank == 0 else b"")
     contents = together_own(
         groups, what, lambda: {**sharded_weights(home, once=True), **elementwise_states(home, optimizer)}
     )
+    # Second, rank 0 creates the directory, and all ranks check that they see it.
     scratch = cast(Path, together(groups, what, lambda: make_scratch(path) if rank == 0 else None)[0])
     with removed_after_error(scratch, rank):
         together(groups, what, lambda: see(scratch, f"checkpoint {path}", rank))
@@ -131,6 +133,8 @@ def write(prepared: PendingCheckpoint, groups: Groups) -> None:
     scratch = prepared.scratch
     began = time.perf_counter()
     with removed_after_error(scratch, rank):
+        # Every rank writes its shards and hashes its own files. The manifest with all hashes comes
+        # last, and the rename makes the checkpoint visible at once.
         _write_entries(prepared, groups)
         files = {n: f for part in together(groups, what, lambda: written_files(scratch, rank)) for n, f in part.items()}
         versions = {"hydragraph": __version__, "torch": str(torch.__version__)}
@@ -169,6 +173,7 @@ def load(
     """
     what = f"load checkpoint {path}"
     path = Path(path)
+    # First, check the files, the model and the optimizer, before any state changes.
     manifest = read_alike(path, groups, what)
     check_files(path, manifest, groups, what, same_copy(path, groups, what))
     stored = (manifest.parameters, manifest.optimizer)
@@ -183,6 +188,8 @@ def load(
     plain = UnshardedState(**entry["optimizer"]) if optimizer is not None else None
     if optimizer is not None and plain is not None:
         together(groups, what, lambda: check_groups(f"checkpoint {path}", home, optimizer, plain))
+    # Second, read into weights and new optimizer states. From here on, an error
+    # leaves weights partly loaded.
     contents: dict[str, OwnedBoxes | bytes] = {**sharded_weights(home)}
     for name, tensors in states.items():
         contents |= {state_key(state, name): sharded(home.pieces[name], t) for state, t in tensors.items()}
@@ -225,6 +232,8 @@ def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
         with file_errors(prepared.scratch, prepared.path):
             return writer.write_data(planner.finish_plan(plans[groups.world.rank]), planner).wait()
 
+    # DCP's protocol without its own collectives: local plans, one global plan by rank 0, data by
+    # every rank, then the index by rank 0. `together` raises an error of any rank on all ranks.
     local = together(groups, what, plan)
     plans, metadata = cast(tuple[list[SavePlan], Metadata], together(groups, what, plan_all)[0])
     results = together(groups, what, write_own)

@@ -30,6 +30,7 @@ def see(found: Path, what: str, rank: int) -> None:
 
 def read_alike(path: Path, groups: Groups, what: str) -> CheckpointManifest:
     """Read a checkpoint's manifest, which must be identical on every host."""
+    # If no rank sees the marker, `read_manifest` below explains why.
     there = together(groups, what, (path / MARKER).is_file)
     if lacking := [rank for rank, is_there in enumerate(there) if is_there < max(there)]:
         raise ValueError(

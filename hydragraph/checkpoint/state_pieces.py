@@ -254,6 +254,8 @@ class Pieces:
         self.last = kept
         self.series = kept.series
         self._whole.update(whole or {})
+        # A busy place skips this checkpoint on all ranks: a checkpoint without some
+        # ranks' pieces would be useless.
         wholes = {tier: self._whole.get(tier) for tier in self.shelves if tier not in without}
         if wholes:
             parts = copied(state, buckets, columns)
@@ -284,6 +286,7 @@ class Pieces:
 
     def held(self, tier: StorageTier) -> dict[StoredCheckpoint, list[StatePiece]]:
         """List this run's pieces in a place, except pieces of checkpoints without `common.pt`."""
+        # name: "step-40.a-9f2c/layer.3/1024-2048.safetensors" -> folder, bucket, file
         by_checkpoint: dict[StoredCheckpoint, list[StatePiece]] = {}
         common: set[StoredCheckpoint] = set()
         shelf = self.shelves.get(tier)
@@ -335,6 +338,8 @@ class Pieces:
         files[f"{kept.folder}/{_COMMON}"] = common()
         for tier, whole in wholes.items():
             write = partial(self._write, tier, kept, files, whole, tidies or tier is not StorageTier.STORE)
+            # Memory is written at once; slow places get threads, so that a slow
+            # store does not delay the disk.
             if tier is StorageTier.MEMORY:
                 write()
             else:
@@ -350,6 +355,7 @@ class Pieces:
     ) -> None:
         shelf = self.shelves[tier]
         try:
+            # `common.pt` comes last, because `held` skips checkpoints without it.
             for name, data in files.items():
                 shelf.put(name, data)
         except Exception:
@@ -361,6 +367,8 @@ class Pieces:
             return
         there = {folder: checkpoint for folder in shelf.folders() if (checkpoint := StoredCheckpoint.of(folder))}
         earlier = sorted(each for each in there.values() if each.series == kept.series and each.step < kept.step)
+        # keep = 2, `whole` is step 20, and step 40 was just written: steps 20 and 40 stay. Step 10
+        #   is older, and some rank has not written step 30.
         stays = [checkpoint for checkpoint in earlier if checkpoint.step <= whole.step][-max(1, self._keep - 1) :]
         for folder, checkpoint in there.items():
             if checkpoint.series != kept.series or (checkpoint.step < kept.step and checkpoint not in stays):
@@ -374,6 +382,8 @@ class PieceFile:
         self._shelf = MemoryStorage({name: shelf.get(name)}) if whole else shelf
         self._name = name
         try:
+            # safetensors: the header's length (8 bytes), the header, and the data
+            # header: {"parameter|column": {"data_offsets": [begin, end], ...}}
             self._start = _HEAD + int.from_bytes(self._shelf.get(name, 0, _HEAD), "little")
             header = json.loads(self._shelf.get(name, _HEAD, self._start))
             notes = header.pop("__metadata__")
@@ -395,6 +405,8 @@ class PieceFile:
         low, high = (lo - first) * dtype.itemsize, (hi - first) * dtype.itemsize
         if not 0 <= low <= high <= end - begin:
             raise self._damaged(f"{key} is truncated")
+        # bytes [1.5, 2.5) MiB are in blocks 1 and 2: block = 1, past = 3,
+        #   and bytes [1, 3) MiB are read
         block, past = low // _BLOCK, -(-high // _BLOCK)  # each block of the file has a checksum
         start, stop = block * _BLOCK, min(past * _BLOCK, end - begin)
         data = bytearray(self._shelf.get(self._name, self._start + begin + start, self._start + begin + stop))
@@ -432,10 +444,14 @@ def copied(state: OwnedState, buckets: Sequence[Bucket], columns: Columns) -> li
     parts = []
     for bucket in buckets:
         rows = home.layouts[bucket.name].of(home.rank)
+        # [lo, hi): elements of the bucket; `at`: position of element `lo` in this rank's shard
         for lo, hi, at in zip(rows.lo.tolist(), rows.hi.tolist(), rows.at.tolist(), strict=True):
             tensors: dict[str, Tensor] = {}
             firsts: dict[str, int] = {}
             for name, low, high, start in parameters_within(bucket, lo, hi):
+                # [low, high): the parameter's elements within [lo, hi); `start`: the
+                #   parameter's first element, both in the bucket; `begin`: position of `low` in
+                #   this rank's part of the parameter
                 firsts[name] = low - start
                 begin = at + low - lo - home.pieces[name].at
                 for column in columns[name]:

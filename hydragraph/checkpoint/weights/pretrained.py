@@ -70,12 +70,14 @@ class TensorNames:
         conversions = copy.deepcopy(self.conversions)  # some conversions have a state
         renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+        # pieces: model tensor -> (its converter, source pattern -> stored tensors that form it)
         wholes_by_name: list[tuple[str, JoinedTensor]] = []
         pieces: dict[str, tuple[Any, dict[str, list[StoredTensor]]]] = {}
         # Transformers' annotation asks for a dict, but the function only reads the argument.
         sources: Any = self.sources
         for key in sorted(held, key=dot_natural_key):
             name, computed = rename_source_key(key, renamings, converters, self.prefix, sources)
+            # Renamings may match a key that is already right. Keep such a key.
             if name not in self.sources and key in self.sources:
                 name, computed = rename_source_key(key, [], [], self.prefix, sources)
             if computed is None:
@@ -113,6 +115,9 @@ def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Tens
 def _matched(
     path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: TensorNames
 ) -> tuple[Mapping[str, tuple[JoinedTensor, ...]], list[str]]:
+    # places: canonical name -> stored tensors, several if tied weights
+    #   are stored under several keys
+    # unplaced: stored key -> the name after conversion, which the model does not have
     places: dict[str, tuple[JoinedTensor, ...]] = {}
     unplaced: dict[str, str] = {}
     for name, whole in names.placed(contents(path)):
@@ -196,6 +201,8 @@ def _read(
     whole = {name: {torch.Size([0] * b.dim()): b} for name, b in buffers.items()}
     destinations = {**whole, **owned}
     with torch.no_grad():
+        # First fill every parameter, then compare further copies of tied
+        # weights with what was filled in.
         for _, there, here in _meetings(destinations, ((name, several[0]) for name, several in stored.items())):
             here.copy_(there)
         again = ((name, stored_whole) for name, several in stored.items() for stored_whole in several[1:])

@@ -132,6 +132,7 @@ def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
     # Merging changes weights in place, so tied weights need copies.
     model.load_state_dict({key: tensor.clone() for key, tensor in state.items()}, assign=True)
     base = model.get_base_model()
+    # tied: state-dict key -> key of the weight that it shares
     tied: dict[str, str] = dict(getattr(base, "all_tied_weights_keys", None) or {})
     configs = (base.config, base.config.get_text_config())
     before = [config.tie_word_embeddings for config in configs]  # peft may change these settings

@@ -86,6 +86,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 def readers(wanted: Iterable[tuple[T, StoredTensor]]) -> Iterator[tuple[T, Read]]:
     """Yield each item with a function that reads a box (offsets, sizes) of its tensor."""
+    # Group the requests by file, so that each file is opened once.
     by_file: dict[Path, list[tuple[T, str]]] = {}
     for item, stored in wanted:
         by_file.setdefault(stored.file, []).append((item, stored.key))

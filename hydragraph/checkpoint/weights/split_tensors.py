@@ -36,6 +36,10 @@ class StoredPiece:
         return tuple(1 if d in self.lacks else next(own) for d in range(len(self.at)))
 
     def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> StoredOverlap | None:
+        # spans: the overlap in each dimension, in the model tensor's
+        #   coordinates; `kept` is in the piece's
+        # piece qkv at (-2, 0) of size (6, 2), box (0, 0) of size (2, 2): spans (0, 2), (0, 2), kept
+        #   (2, 2), (0, 2), each as (first, size)
         spans = [
             (max(a, at), min(a + n, at + own))
             for a, n, at, own in zip(offsets, sizes, self.at, self.sizes, strict=True)
@@ -96,6 +100,8 @@ def assemble(converter: Any, stored: Mapping[str, Sequence[StoredTensor]], name:
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 
     targets = list(converter.target_patterns)
+    # groups: tensors by source pattern; each operation maps them, until
+    #   one tensor per target is left
     groups = [[JoinedTensor.of(s) for s in stored[p]] for p in converter.source_patterns if stored.get(p)]
     for operation in converter.operations:
         if type(operation) is MergeModulelist:
@@ -121,6 +127,7 @@ def _chunks(whole: JoinedTensor, dim: int, count: int) -> list[JoinedTensor]:
     shape = (*whole.shape[:dim], size, *whole.shape[dim + 1 :])
     if size * count != whole.shape[dim]:
         return []
+    # chunks of qkv [6, 2]: the piece begins at rows 0, -2 and -4 of q, k and v, each [2, 2]
     return [
         JoinedTensor(
             shape, tuple(replace(p, at=(*p.at[:dim], p.at[dim] - i * size, *p.at[dim + 1 :])) for p in whole.pieces)
@@ -134,6 +141,7 @@ def _stacked(wholes: Sequence[JoinedTensor], dim: int) -> JoinedTensor:
     shape = (*wholes[0].shape[:dim], len(wholes), *wholes[0].shape[dim:])
     return JoinedTensor(
         shape,
+        # A new dimension moves the earlier missing dimensions up.
         tuple(
             replace(p, at=(*p.at[:dim], index, *p.at[dim:]), lacks=frozenset({dim, *(d + (d >= dim) for d in p.lacks)}))
             for index, whole in enumerate(wholes)
