@@ -63,6 +63,7 @@ class DocumentEncoder:
 
     @cached_property
     def begin(self) -> list[int]:
+        # begin: the ids that the post-processor adds before a text, such as "<s>"
         ids, around = self._ids("a"), self.tokenizer.encode("a").ids
         return next((around[:n] for n in range(len(around)) if around[n : n + len(ids)] == ids), [])
 
@@ -162,6 +163,8 @@ def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     starts = [start for start, _ in spans]
     within = []
     for begin, end in offsets:
+        # i: last span that starts at or before the token's last character
+        # spans [(2, 5)], tokens (0, 2), (2, 2), (2, 5), (5, 6): False, True, True, False
         i = bisect_right(starts, max(end - 1, begin)) - 1
         within.append(i >= 0 and begin < spans[i][1])
     return within

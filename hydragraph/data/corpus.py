@@ -62,6 +62,7 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
     for suffix in suffixes or ():
         if not suffix.startswith("."):
             raise ValueError(f"corpus suffix {suffix!r} does not start with a dot: write {'.' + suffix!r}")
+    # reached: absolute path of a file -> the argument that led to it
     reached: dict[str, Path] = {}
     for root in map(Path, paths):
         for path in _walk(root, suffixes):

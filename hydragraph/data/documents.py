@@ -165,6 +165,7 @@ class FieldNames:
                 )
                 raise ValueError(f"{place}: no {kind} {missing[0]!r}: {remedy}")
             return chosen
+        # A record may fit several formats, such as "alpaca" and "completion".
         possible = [format for format, fields in needed.items() if all(name in names for name in fields)]
         # Fields that the user names take precedence.
         if "alpaca" in possible and "completion" in possible and self.prompt_field == _INSTRUCTION:
@@ -235,6 +236,7 @@ class FieldNames:
             said = (*before, *answer) if answer[0]["role"] == ASSISTANT else answer
             return said if said[0]["role"] == _SYSTEM else (*system, *said)
 
+        # Both answers share a prompt, whose messages are not trained on.
         untrained = _prompts_untrained(whole(chosen), whole(rejected))
         return [self._conversation(record, messages, place) for messages in untrained]
 
@@ -264,6 +266,8 @@ class FieldNames:
         return Preference(*(AlpacaRecord(c.messages, c.tools, c.arguments, text) for c, text in both))
 
     def _prompt_within(self, record: Mapping[str, Any], chosen: str, rejected: str, place: str) -> Preference:
+        # Without a field for the prompt, the prompt is the text that both answers
+        # begin with, up to its last blank.
         blanks = [blank.start() for blank in re.finditer(r"\s", chosen[: shared_length(chosen, rejected)])]
         if not blanks or not chosen[: blanks[-1]].strip() or any(record.get(name) for name in PROMPTS):
             raise ValueError(self._no_prompt(record, place))
@@ -360,6 +364,7 @@ def _token_ids(record: Mapping[str, Any], place: str) -> TokenIds | None:
             raise ValueError(
                 f"{place}: {name!r} has {len(values)} entries, but {_IDS!r} has {len(ids)}: give equal lengths"
             )
+    # kept: positions that the attention mask does not exclude as padding
     kept = [i for i, present in enumerate(columns.get(_MASK, [1] * len(ids))) if present]
     labels = columns.get(_LABELS)
     if labels is not None:

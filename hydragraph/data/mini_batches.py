@@ -51,6 +51,9 @@ class Chunks:
 
 def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
     """Split documents into chunks of `max_length` tokens. A document's last chunk has at least 2 tokens."""
+    # lengths 10, 4, 9 and max_length 4: counts 3, 1, 2; starts 0, 4, 8, 0, 0, 4; pieces
+    #   4, 4, 2, 4, 4, 4. The last token of the third document would be a chunk without
+    #   a target, and is left out.
     totals = lengths[documents]
     counts = totals // max_length + (totals % max_length >= 2)
     first = np.cumsum(counts) - counts
@@ -122,6 +125,8 @@ class Mixture(Iterator[list[Drawn]]):
         lengths: list[int] = []
         room = self._budget
         while True:
+            # Choose the corpus that is furthest behind its weight; the lower index wins ties. The
+            # choice depends on the counts only, so a saved state resumes the same stream.
             i = min(range(len(self.members)), key=lambda i: (self._tokens_of[i] / self._weights[i], i))
             following = self.members[i].next_lengths
             if sum(following) > room:
@@ -231,6 +236,7 @@ class MiniBatches(Mixture):
     def single_pass_chunks(self) -> Iterator[list[int]]:
         chosen: list[int] = []
         room = self._budget
+        # units: [units, chunks per unit]; a unit is a chunk, or the two answers of a pair
         units = self.chunks.lengths.reshape(-1, self._together)
         for unit in _shuffle(len(units), *_SPLIT_KEY).tolist():
             length = int(units[unit].sum())
@@ -254,6 +260,7 @@ class MiniBatches(Mixture):
         unit = int(self._order[self._position])
         self._position += 1
         if self._position == len(self._order):
+            # The next epoch's order is drawn now, because `next_lengths` looks ahead.
             self._epoch += 1
             self._position = 0
             self._order = self._epoch_order(self._epoch)
@@ -307,6 +314,7 @@ class MiniBatches(Mixture):
 
 
 def _pairs(file: TokenFile, max_length: int, overlong: str, pairs: _Indices) -> Chunks:
+    # pairs 0, 3 -> documents 0, 1, 6, 7; a pair is left out if one of its answers has no target
     documents = np.stack([2 * pairs, 2 * pairs + 1], 1).ravel()
     whole = file.lengths[documents]
     lengths = np.minimum(whole, max_length)

@@ -35,6 +35,7 @@ class EncodedParts:
         Args:
             documents: the whole corpus, in a fixed order.
         """
+        # Files hold the first `done` documents in corpus order, so encoding continues after them.
         done = sum(self._count(path) for path in self._files)
         since = time.monotonic()
         waiting: list[EncodedDocument] = []
@@ -79,6 +80,8 @@ class EncodedParts:
         ids = np.concatenate([np.asarray(document.ids, np.uint32) for document in documents])
         every = [np.ones(len(d.ids), np.bool_) if d.targets is None else d.targets for d in documents]
         targets = np.concatenate([np.asarray(one, np.bool_) for one in every])
+        # The name is the number of earlier documents, with leading zeros,
+        # so names sort like documents.
         with whole_file(self._directory / f"{before:012d}.npz") as file:
             np.savez(file, ids=ids, lengths=lengths, targets=targets)
         return before + len(documents)

@@ -82,6 +82,8 @@ def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
             return
         with pyarrow.memory_map(str(path)) as source:
             try:
+                # `datasets` writes streams, other programs write files; only the attempt
+                # to open one tells them apart.
                 reader = ipc.open_stream(source)  # this is the format in which `datasets` saves
                 batches = reader
             except pyarrow.ArrowInvalid:

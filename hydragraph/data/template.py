@@ -74,6 +74,8 @@ class ChatTemplate:
         pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else _MARKS
         refusal: ValueError | None = None
         calls = any(message.get("tool_calls") for message in conversation.messages)
+        # Templates differ in the message format that they expect, and often write a wrong one
+        # without an error. Use the first format in which the text contains all messages.
         for parts, texts in product((False, True), (False, True) if calls else (False,)):
             try:
                 written = _Written(self, conversation, place, _Way(parts, texts), pattern)
@@ -162,6 +164,8 @@ class _Written:
     def check(self) -> None:
         if self._masks and not any(start < end for start, end in self._marked):
             raise ValueError(f"{self._place}: the chat template marks no text as generated: correct the template")
+        # Contents must appear in order. A template may also change a content (strip it, say), so a
+        # content that is not found must at least influence the text.
         at = 0
         for i, message in enumerate(self._conversation.messages):
             said = _said(message)
@@ -203,6 +207,8 @@ class _Written:
         spans = [span for span in self._marked if span[0] < span[1]]
         says = [i for i, message in enumerate(self._conversation.messages) if message["role"] == ASSISTANT]
         if len(trained) < len(says):
+            # The template marks all answers, so keep the marks between the
+            # neighbors of each trained message.
             windows = [self._window(i) for i in trained]
             spans = [span for span in spans if any(lo <= span[0] < hi for lo, hi in windows)]
         text = "".join(self.text[start:end] for start, end in spans)
@@ -241,11 +247,15 @@ class _Written:
 
     def turn(self, i: int) -> Span:
         """Return the span of message `i` that the model generates: the content and end token."""
+        # before: the text up to the model's turn, with its header; after:
+        #   the text up to the turn's end
         before = self._before(i)
         last = i == len(self._messages) - 1
         after = self.text if last else self._text(self._messages[: i + 1])
         span = (len(before), len(after))
         plain = self.text.startswith(after) and after.startswith(before) and len(after) > len(before)
+        # A template may render a last message differently, for example with its thoughts. Then
+        # `after` is not a prefix of the whole conversation.
         if not plain:
             span = self._aligned(i, before, after)
         if _said(self._conversation.messages[i]) not in self.text[slice(*span)]:
@@ -268,6 +278,8 @@ class _Written:
         content = self._region(messages, i)
         if content is None:
             raise self._untold(i)
+        # start, prompt: ends of the last earlier content in the whole text and in `before`, from
+        #   where the headers of the turn are compared
         start, prompt = 0, 0
         for j in reversed(range(i)):
             here = self._region(messages, j)
@@ -280,6 +292,8 @@ class _Written:
             raise self._untold(i)
         following = (self._region(messages, j) for j in range(i + 1, len(messages)))
         end = next((region[0] for region in following if region and region[0] >= content[1]), len(self.text))
+        # gap: text up to the next content; the part that also follows this
+        #   content in `after` ends the turn
         gap = self.text[content[1] : end]
         alone = self._region(messages[: i + 1], i)
         ending = self._common(gap, after[alone[1] :]) if alone else 0
@@ -298,6 +312,8 @@ class _Written:
     def _region(self, messages: Sequence[Message], i: int, prompt: bool = False) -> Span | None:
         """Return the span of the text that depends on a message's content, or None if the content is not rendered."""
         text = self._text(messages, prompt)
+        # Render the messages again with a placeholder: the region is what lies between the common
+        # beginning and the common end of both texts.
         changed = _with(messages, i, _probed(messages[i]))
         try:
             other = self._text(changed, prompt)
@@ -352,5 +368,6 @@ def _joined(spans: Iterator[Span] | Sequence[Span]) -> list[Span]:
 
 
 def _without(excluded: Sequence[Span], size: int) -> list[Span]:
+    # excluded (0, 3), (5, 6) of 9: edges 0, 0, 3, 5, 6, 9, and the spans left are (3, 5), (6, 9)
     edges = [0, *(edge for span in _joined(excluded) for edge in span), size]
     return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]

@@ -136,6 +136,8 @@ class TokenFile:
         """Count the targets in each piece, excluding the piece's first token."""
         if not self.targeted:
             return lengths - 1
+        # first: position of each piece's first token; before[0], before[1]: targets in the file
+        #   before the piece's second token, and before its end
         first = self._offsets[documents] + starts
         before = np.zeros((2, len(first)), np.int64)
         for at in range(0, len(self._tokens), _READ_BYTES):  # the file may be larger than memory
@@ -147,6 +149,7 @@ class TokenFile:
 
     @property
     def _ids(self) -> int:
+        # _ids: mask of the id's bits; a token with the highest bit set is larger than the mask
         bits = 8 * self._tokens.itemsize - self.targeted
         return (1 << bits) - 1
 
@@ -219,6 +222,7 @@ def batched(documents: Iterable[T], characters_of: Callable[[T], int]) -> Iterat
 def _write_payload(
     file: BinaryIO, batches: Iterable[Sequence[EncodedDocument]], vocabulary: int, end: int, targeted: bool
 ) -> _Header:
+    # The highest bit is free only if ids need one bit less.
     item_bytes = 2 if vocabulary <= 1 << (16 - targeted) else 4
     no_target = 1 << (8 * item_bytes - 1)
     digest = hashlib.sha256()
@@ -234,6 +238,8 @@ def _write_payload(
         if document.targets is not None:
             items = items | np.where(document.targets, 0, no_target).astype(items.dtype)
         write(items.tobytes())
+    # 5 tokens of 2 bytes end at byte 10 and are padded with 6 zeros, so
+    #   that int64 offsets are aligned
     write(bytes(-offsets[-1] * item_bytes % 8))
     write(np.asarray(offsets, dtype="<i8").tobytes())
     return _Header(item_bytes, len(offsets) - 1, offsets[-1], vocabulary, end, int(targeted), digest.digest())
