@@ -50,6 +50,7 @@ class Launch:
 
 def launches(code: Any) -> list[Launch]:
     """Return a compiled graph's launches, in the order of the generated code."""
+    # sources: kernel name -> Triton source, from async_compile.triton("name", "source") in the code
     tree = ast.parse(code.source_code)
     calls = [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     sources = {node.args[0].value: node.args[1].value for name, node in calls if name == "async_compile.triton"}
@@ -94,6 +95,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
         return name
 
     def collect(compiler: Any, name: str, source: str, device_str: str = "cuda") -> Any:
+        # binaries: what Triton compiled since this kernel began, one for each configuration
         binaries.clear()
         loaded = load(compiler, name, source, device_str)
         if binaries:
@@ -110,6 +112,8 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
     answers = _answers(arch)
     zeros = dict.fromkeys(("exchange_device", "maybe_exchange_device", "get_raw_stream"), _always(0))
     interface = {name: staticmethod(answer) for name, answer in {**answers, **zeros}.items()}
+    # replaced: object -> {attribute: replacement}, so that each question about the GPU is answered,
+    #   and the binary is kept instead of loaded onto a device
     replaced: dict[Any, dict[str, Any]] = {
         torch.cuda: answers,
         torch._C: {"_cuda_getCurrentRawStream": _always(0)},
@@ -132,6 +136,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
         entered.enter_context(config.patch(compile_threads=1))
         entered.enter_context(fresh_cache())
         entered.enter_context(mock.patch.object(CacheBase, "get_system", staticmethod(_system(arch.name))))
+        # `create` caches devices' properties, so it is cleared before and after: they must not mix.
         create.cache_clear()
         entered.callback(create.cache_clear)
         yield

@@ -52,6 +52,7 @@ class ValueEncoder:
         storage_ids = iter(storages)
         if isinstance(value, Tensor):
             number = next(storage_ids, None)
+            # Tensors with one storage get one number, which tells that they alias.
             storage = self._storages.setdefault(storage_of(value) if number is None else number, len(self._storages))
             shape, strides = ([self._size(s) for s in sizes] for sizes in (value.shape, value.stride()))
             return ["tensor", str(value.dtype).removeprefix("torch."), str(value.device), shape, strides, storage]
@@ -66,6 +67,7 @@ class ValueEncoder:
         if expression in self._texts:
             return self._texts[expression]
         for symbol in sorted(expression.free_symbols - self._symbols.keys(), key=str):
+            # A symbol without a hint comes from a tensor's values, and has no size at capture.
             symint = size.node.shape_env.create_symintnode(symbol, hint=None)
             if symint.node.hint is None:
                 raise ValueError("a graph has a size that depends on a tensor's values, such as the size of x[mask]")
@@ -89,6 +91,7 @@ class ValueDecoder:
             return self._size(data)
         if data[0] == "list":
             return tuple(map(self.value, data[1:]))
+        # A `FakeTensor` pairs a meta tensor with the device that it pretends to be on.
         _, dtype, device, shape, strides, _ = data
         sizes = [[self._size(s) for s in dims] for dims in (shape, strides)]
         tensor = torch.empty_strided(*sizes, dtype=getattr(torch, dtype), device="meta")

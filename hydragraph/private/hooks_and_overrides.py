@@ -78,6 +78,8 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
     def hook(*_: Any, **__: Any) -> Any:
         raise refuse("a gradient hook on a tensor, which is not traced", "remove the hook from forward")
 
+    # A trace raises an error if a value is read. A model may catch it and take another branch, so
+    # reads from the user's code are remembered and refused at the end.
     caught: list[str] = []
 
     def remembered(owner: Any, name: str) -> Any:
@@ -110,6 +112,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
     grad_fn: Any = torch._C.TensorBase.grad_fn
 
     def node_of(tensor: Tensor) -> Any:
+        # PyTorch's own code gets the real node; other code could register hooks on it.
         node = grad_fn.__get__(tensor)
         asking = sys._getframe(1).f_globals.get("__name__", "")
         return node if node is None or asking.partition(".")[0] == "torch" else _HookedNode(node, hook)
@@ -193,6 +196,7 @@ def memory_of(tensor: Tensor) -> tuple[int, int] | None:
     """Return the addresses of a tensor's first byte and after its last byte, or None without memory."""
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
+    # [2, 3] with strides (3, 1): reach = 1 * 3 + 2 * 1 + 1 = 6 elements
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     first = tensor.data_ptr()
     return first, first + reach * tensor.element_size()

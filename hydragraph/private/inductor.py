@@ -71,6 +71,7 @@ def sources(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, int | Non
     for index, value in enumerate(values):
         dims = [(None, value)] if isinstance(value, torch.SymInt) else list(enumerate(getattr(value, "shape", ())))
         for dim, size in dims:
+            # size 2*s0 in dimension 1 of value 3: s0 -> (3, 1, 2); the smallest factor is preferred
             factor, symbol = size.node.expr.as_coeff_Mul() if isinstance(size, torch.SymInt) else (0, None)
             if isinstance(symbol, sympy.Symbol) and (symbol not in places or factor < places[symbol][2]):
                 places[symbol] = (index, dim, int(factor))
@@ -128,6 +129,7 @@ def compile_graph(
     fakes = [trace.fake(value) for value in inputs]
     traced = _decompose(graph, sizes, fakes, trace.mode)
     for result, output in zip(traced.graph.output_node().args[0], outputs, strict=True):
+        # Graphs that take these outputs rely on their strides in the captured graph.
         if isinstance(output, Tensor) and str(result.meta["val"].stride()) != str(trace.fake(output).stride()):
             return None
     # Several ranks compile simultaneously, so each uses one thread.
@@ -151,5 +153,6 @@ def _decompose(graph: fx.GraphModule, sizes: list, inputs: list, mode: FakeTenso
 
 
 def _condition(guards: str | None) -> Condition:
+    # guards: a Python expression over L['t0'], L['t1'], ...: the sizes, in the order of `hints`
     code = compile(guards or "True", "<what Inductor assumed>", "eval")
     return lambda sizes: bool(eval(code, SYMPY_INTERP, {"L": {f"t{i}": size for i, size in enumerate(sizes)}}))

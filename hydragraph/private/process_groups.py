@@ -21,6 +21,7 @@ def drop_all() -> None:
 
     The names of new groups are numbered from 0 again, so that all ranks use the same names.
     """
+    # Hold references, so that the destructors run in the thread of `drop`, not here.
     groups = list(distributed_c10d._world.pg_names)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -66,9 +66,12 @@ def assumptions(values: Iterable[object]) -> list[str]:
 
 def _same_for_all(decision: Any) -> bool:
     """Return whether a decision holds for all sizes of at least 3, tested on a large sample."""
+    # named: numbers in the decision, such as 64 in s0 < 64, near which its truth may change
     named = {abs(int(n)) for n in decision.atoms(sympy.Integer)}
     near = {a // b + d for a in named for b in {1, *named} - {0} for d in (-1, 0, 1)}
     tried = {*range(3, 65), *(2**k + d for k in range(2, 24) for d in (-1, 0, 1)), *near}
+    # Different symbols get different values, so that equalities between
+    # symbols are not taken for granted.
     symbols = sorted(decision.free_symbols, key=str)
     return all(decision.subs({s: n + 7 * i for i, s in enumerate(symbols)}) == True for n in tried if n > 2)  # noqa: E712
 
@@ -122,6 +125,7 @@ def constant_of(value: torch.Tensor) -> float | None:
     """Return the fill value of a traced constant tensor, even after casts; None for other tensors."""
     mode = get_proxy_mode()
     proxy: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
+    # Follow the casts back to the operator that filled the tensor.
     node = getattr(getattr(proxy, "proxy", None), "node", None)
     while node is not None and node.target in _CASTS:
         node = node.args[0]
@@ -156,6 +160,7 @@ def _any_convolution() -> Iterator[None]:
     choose: Any = torch._C._select_conv_backend
 
     def chosen(*arguments: Any, **options: Any) -> Any:
+        # The choice asks about sizes, and each answer would become a guard that limits the trace.
         rows = arguments[0] if arguments else options["input"]
         environments = [size.node.shape_env for size in rows.shape if isinstance(size, torch.SymInt)]
         with environments[0].suppress_guards() if environments else contextlib.nullcontext():
@@ -209,6 +214,7 @@ class _Lists(TorchFunctionMode):
 
 def _one_place(index: Any) -> Any:
     alone = isinstance(index, list) and len(index) == 1 and type(index[0]) is int
+    # [-2] -> slice(-2, -1), and [-1] -> slice(-1, None), since slice(-1, 0) is empty
     return slice(index[0], index[0] + 1 or None) if alone else index
 
 
@@ -245,6 +251,7 @@ def meta_as_cpu() -> Iterator[None]:
     """
     asked = torch.is_autocast_enabled
     loss = torch.ops.aten.nll_loss.default
+    # PyTorch caches the kernel of each dispatch key, so the cache is cleared after every change.
     kernel = loss.py_kernels.pop(torch._C.DispatchKey.Meta, None)
     loss._dispatch_cache.clear()
 
@@ -285,6 +292,8 @@ def trace_joint(
     gradients. Gradients of unused or non-differentiable inputs are None.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
+    # The gradient of each output has the output's shape, so tangents are
+    # made from the outputs' specs.
     fakes = _fake_inputs(mode, [*inputs, *outputs], hints)
     primals = fakes[: len(inputs)]
     tangents = fakes[len(inputs) :]
@@ -292,6 +301,7 @@ def trace_joint(
 
     def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> list:
         results = list(fx.Interpreter(graph).run(*primals))
+        # Only differentiable outputs start the backward; a graph without any has no gradients.
         ends = [i for i, result in enumerate(results) if result.requires_grad]
         if not ends:
             return [*results, *[None] * len(primals)]
@@ -303,6 +313,8 @@ def trace_joint(
     # Python's dispatcher keeps sizes of composite operators symbolic.
     with mode, enable_python_dispatcher():
         traced = make_fx(joint)(primals, tangents)
+        # The partitioner needs a graph without in-place operators. It is
+        # traced again only if it has some.
         if any(writes(n) for n in traced.graph.nodes):
             traced = _functional(traced, primals, tangents)
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
@@ -348,6 +360,8 @@ def partition(
 
 def _drop_repeats(graph: fx.Graph) -> None:
     results = graph.output_node().all_input_nodes
+    # A result's memory belongs to the caller, so two results, or a result and an intermediate
+    # value, must not become one tensor.
     returned = {number for node in results for number in _memory(node)}
     first_by_key: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
@@ -387,6 +401,8 @@ def recompute(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph like `partition`, but save only the graph's inputs and the values in `saved`."""
     results = list(joint.graph.output_node().args[0])
+    # The backward recomputes what it needs from the graph's inputs and `saved`. The forward then
+    # returns, after its outputs, the values that the backward takes.
     backward = _part(joint, results[outputs:], "", saved)
     needed = {n.name for n in backward.graph.nodes if n.op == "placeholder"}
     values = [n for n in joint.graph.nodes if n.name in needed and not n.name.startswith("tangents")]
