@@ -36,6 +36,8 @@ def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, time
     """Return sent bytes, an array [kinds (`MOVED`), senders, receivers]."""
     work = costs.work(strategy, assignment)
     moved = np.zeros((len(MOVED), costs.ranks, costs.ranks))
+    # exchanged: (pull or push, bucket); `work.moved` lists the transfers between all ranks, so an
+    #   exchange counts once, not once per rank
     exchanged: set[tuple[Op, str]] = set()
     for actor in timeline.actors:
         for i, instruction in enumerate(actor.program.instructions):
@@ -57,6 +59,7 @@ def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, time
 
 
 def _grouped(title: str, word: str, moved: Floats, group: Sequence[int], nodes: Sequence[int]) -> Matrix:
+    # group[rank]: row before merging; 100 rows and MOST = 32: 4 per row, so 25 rows
     count = max(group) + 1
     per_row = -(-count // MOST)
     rows = -(-count // per_row)

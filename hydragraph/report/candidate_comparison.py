@@ -261,6 +261,8 @@ class _SampledBatches:
 
     def candidates(self, context: int) -> list[ComparedCandidate]:
         count = len(self.strategies)
+        # A bound is cheap, an assignment is not. Assign mini-batches for the best candidates first,
+        # then only for candidates whose bound is below the best time so far.
         bounds = [fmean(choice.verdicts[i].bound for choice in self.choices) for i in range(count)]
         order = sorted(range(count), key=lambda i: (bounds[i], i))
         alike = [i for i in order if len(set(self.strategies[i])) == 1]
@@ -302,6 +304,8 @@ def parts_of(
     pipelines: Sequence[PipelineCost], lengths: Sequence[int], assignment: PlannedAssignment, sync: float
 ) -> TimeParts:
     """Split an assignment's time and `sync` (seconds outside computation) into parts."""
+    # work: seconds of each pipeline for its sequences; the last pipeline to end determines the
+    #   time, and each part is a step from the even division of the work to that time
     work = [
         float(p.work([lengths[i] for m in batches for i in m]).sum())
         for p, batches in zip(pipelines, assignment.micro_batches, strict=True)
@@ -338,6 +342,7 @@ def _why(candidate: ComparedCandidate, best: ComparedCandidate, iterations: int,
         )
     if candidate.parts is None or best.parts is None:
         return f"takes at least {candidate.bound:.3f} s"
+    # Name at most two parts, and only parts with more than a fifth of the difference.
     lost = candidate.seconds - best.seconds
     differences = {f.name: getattr(candidate.parts, f.name) - getattr(best.parts, f.name) for f in fields(TimeParts)}
     worst = sorted((n for n in differences if differences[n] > 0.2 * lost), key=lambda n: -differences[n])[:2]

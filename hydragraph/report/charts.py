@@ -39,6 +39,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Return round numbers from low to high: steps of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
+    # 3 to 47: raw = 8.8, power = 1, step = 10, and ticks at 10, 20, 30, 40
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)

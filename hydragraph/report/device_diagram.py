@@ -40,6 +40,7 @@ def diagram_of(strategy: Strategy, nodes: Sequence[int], types: Sequence[str], r
 
 
 def _without_twins(strategy: Strategy, rows: Sequence[DeviceRow]) -> Diagram:
+    # shape: pipeline -> its rows without rank numbers; pipelines of equal shapes look the same
     shape: dict[int, list[object]] = {i: [] for i in range(len(strategy.pipelines))}
     for row in rows:
         for part in row.parts:

@@ -52,6 +52,8 @@ class ComparedStep:
             sums: dict[TimeKind, tuple[float, float]] = {}
             for kind in CORRECTED:
                 sums[kind] = measured.seconds[kind], predicted.seconds[kind]
+            # letters: first letters of values (`ir.value`): weights, gradients, hidden
+            #   states and their gradients
             for kind, letters in ((TimeKind.PULL, "W"), (TimeKind.PUSH, "G"), (TimeKind.P2P, "hd")):
                 seen = [v for v in measured.transfers if v[0] in letters and predicted.transfers.get(v, 0.0) > 0]
                 whole = sum(measured.transfers[v] for v in seen)
@@ -102,6 +104,8 @@ class RunComparison:
             # Predictions include earlier corrections.
             ratios = {}
             for (kind, rank), ratio in step.ratios().items():
+                # The ratio is relative to the corrected prediction, so earlier corrections and the
+                # rank's slowdown are multiplied back.
                 rate = 1.0 if kind in (*TRANSFERS, TimeKind.COMMIT) else health.rate(rank)
                 type_ = None if kind in TRANSFERS else self.types[rank]
                 ratios[kind, rank] = ratio * self.before.factor(kind, type_) * rate
@@ -219,6 +223,7 @@ def _warm(steps: Sequence[TracedStep]) -> tuple[list[TracedStep], tuple[int, ...
     seen: set[str] = set()
     counts = [step.strategy for step in steps]
     for step in steps:
+        # Leave out a strategy's first step, which includes compilation, unless it is its only step.
         first = step.strategy not in seen
         seen.add(step.strategy)
         if first and counts.count(step.strategy) > 1:

@@ -108,6 +108,7 @@ def _takes(tried: MemoryFit, found: MemoryFit) -> str:
 
 
 def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool) -> str:
+    # First try changes that cost only time, and take the fastest that fits.
     again = recomputing(found.strategy)
     streamed = tuple(streaming_more(found.strategy)) if may_stream else (again,)
     light = [fit(costs, strategy, assignment) for strategy in (again, *streamed)]
@@ -116,6 +117,7 @@ def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may
     fastest = next((tried for tried in sorted(light, key=lambda tried: tried.seconds) if tried.fits), None)
     if fastest is not None:
         return _lighter(fastest, found)
+    # Then shorten micro-batches, then sequences, with the least change of the strategy first.
     choices = (
         (found.strategy, ""),
         (again, f" and recomputation, {again.name}"),
@@ -129,6 +131,7 @@ def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may
         length = _longest(costs, strategy, assignment)
         if length is not None:
             return f"sequences of at most {length:,} tokens (data.max_length), one per micro-batch{words}"
+    # Last, merge pipelines, which changes how many devices work on a layer.
     for sequence_parallel in (True, False):
         with suppress(Unsupported):  # the profile may not contain measurements of these stages
             for wide, merged in wider(costs, found.strategy, assignment, sequence_parallel):
@@ -162,6 +165,8 @@ def _lighter(tried: MemoryFit, found: MemoryFit) -> str:
 
 def _more(found: MemoryFit) -> str:
     memory = found.curves[found.tightest].peak
+    # The state of `len(curves)` ranks is divided among more ranks, until each part fits into the
+    # room that a stage's weights and gradients leave.
     room = found.limits[found.tightest] - memory.weights - memory.gradients
     if room <= 0 or memory.home <= memory.weights + memory.gradients:
         return "a higher tensor-parallel degree or more stages: a stage's weights and gradients alone do not fit"
@@ -192,6 +197,7 @@ def _longest(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | 
 def _shorter(tokens: int) -> Iterator[int]:
     while tokens > 1:
         tokens = int(tokens * SHORTER)
+        # 300 -> 192, 128, 64, 51, 40, ...
         tokens = tokens // 64 * 64 if tokens >= 64 else tokens
         if tokens:
             yield tokens
@@ -241,6 +247,8 @@ def wider(
     """Yield strategies that merge pipelines in pairs, which doubles the tensor-parallel degrees within nodes."""
     nodes = [device.node for device in costs.cluster.devices]
     while len(strategy.pipelines) % 2 == 0 and not strategy.shares:
+        # Two pipelines can merge if their stages have equal layers: each stage
+        # then has the devices of both.
         pairs = list(zip(strategy.pipelines[::2], strategy.pipelines[1::2], strict=True))
         if any([s.layers for s in one.stages] != [s.layers for s in other.stages] for one, other in pairs):
             return

@@ -56,6 +56,8 @@ def _counts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[tup
     for event in events:
         change += len(event.ranks) * ((event.event == "join") - (event.event in ("fault", "leave")))
         if event.event == "resumed":
+            # The number of ranks at the start is unknown, so derive it from the first
+            # event and the changes before it.
             counts.append((event.step, len(event.ranks)))
             if len(counts) == 1:
                 counts.insert(0, (metrics[0].step, len(event.ranks) - change))

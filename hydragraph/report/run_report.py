@@ -85,6 +85,7 @@ def _contenders(metrics: Sequence[Metrics]) -> tuple[ComparedStrategy, ...]:
     contenders = []
     for name in dict.fromkeys(m.strategy for m in metrics):
         own = [m for m in metrics if m.strategy == name]
+        # A strategy's first step includes compilation.
         warm = own[1:] or own
         whole = sum(m.seconds for m in warm)
         waits = (sum(getattr(m, f"exposed_{kind}_s") for m in warm) for kind in WAITED)

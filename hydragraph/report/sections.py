@@ -200,6 +200,7 @@ def _part(part: DiagramStage, left: float, y: float, scale: float) -> Markup:
     x = left + part.first * scale
     width = (part.last - part.first) * scale - 1.5
     text = f"{layers} · {part.text}"
+    # Show the longest text that fits, down to the layer numbers alone.
     most = int((width - 14) / 6.2)  # characters
     number = layers.partition(" ")[2]
     shown = next((t for t in (text, f"{layers} · pipeline {part.pipeline}", layers, number) if len(t) <= most), "")
@@ -376,6 +377,7 @@ def _training(report: ReportContents) -> Markup:
         Series(name, points(lambda s: s.loss, name), f"s-{i % COLOURS}", marks=True, line=False)
         for i, name in enumerate(names)
     ]
+    # One curve over all strategies shows the trend; colored points show each step's strategy.
     smooth = zip((s.step for s in steps), smoothed([s.loss for s in steps]), strict=True)
     losses.append(Series("smoothed", tuple(smooth), "s-ink"))
     evaluated = [step for step in steps if step.eval_loss is not None]

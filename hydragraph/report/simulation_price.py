@@ -67,6 +67,8 @@ def spread(depths: Sequence[int], seconds: Sequence[float], micro_batches: int) 
     time per micro-batch.
     """
     counts = [0] * len(depths)
+    # ends: (end if the pipeline got one more micro-batch, pipeline); depths (1, 2), seconds (1,
+    #   0.5), 6 micro-batches: counts [2, 4]
     ends = [(p * s, i) for i, (p, s) in enumerate(zip(depths, seconds, strict=True))]
     heapq.heapify(ends)
     for _ in range(micro_batches):

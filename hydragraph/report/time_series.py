@@ -22,6 +22,7 @@ MOST_LANES = 48
 def course_data(course: IterationView) -> dict[str, Any]:
     names: dict[str, int] = {}
     scale = TICKS / course.seconds if course.seconds else 0.0
+    # tracks: id of a lane's bars -> index in `packed`; lanes that share bars are written once
     tracks: dict[int, int] = {}
     packed: list[list[list[int]]] = []
     lanes = []
@@ -110,6 +111,8 @@ def _lane(lane: TimelineLane, top: float, seconds: float) -> Markup:
         for bar in bars:
             x = LABEL + bar.begin * scale
             width = max((bar.end - bar.begin) * scale, NARROWEST)
+            # at: right end of the last bar of each kind; a bar that ends less
+            #   than NARROWEST after it is left out
             if x + width < at.get(bar.kind, -1.0) + NARROWEST:
                 continue
             at[bar.kind] = x + width

@@ -49,6 +49,8 @@ def simulated_course(timeline: Timeline) -> IterationView:
     together: dict[object, list[int]] = {}
     for a, actor in enumerate(timeline.actors):
         # Equal pipelines share programs.
+        # together: (program, times) -> actors whose lanes would be equal;
+        #   groups are sorted by lowest rank
         same = (id(actor.program), timeline.times[a].begin.tobytes(), timeline.times[a].end.tobytes())
         together.setdefault(same, []).append(a)
     groups = sorted(together.values(), key=lambda actors: min(min(timeline.actors[a].ranks) for a in actors))
@@ -160,6 +162,7 @@ def _fewer(lanes: Sequence[TimelineLane], seconds: float) -> tuple[list[Timeline
     merged = _merged(lanes, merged_blocks)
     if _count(merged) <= MOST_BARS:
         return merged, "Consecutive blocks of a micro-batch are drawn as one bar."
+    # Merge ever longer intervals until few enough bars are left.
     tick = seconds * FINEST
     while _count(merged) > MOST_BARS and tick < 2 * seconds:  # beyond this limit, each stream is a single bar
         merged = _merged(merged, partial(_ticks, tick=tick))
