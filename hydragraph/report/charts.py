@@ -121,6 +121,7 @@ def _series(series: Series, at: Callable[[float, float], Point], show: Show) -> 
 def _span(low: float, high: float) -> tuple[float, float]:
     if high > low:
         return low, high
+    # Equal values get a span around them, since `at` divides by the span.
     return low - (abs(low) * 0.05 or 0.5), high + (abs(high) * 0.05 or 0.5)
 
 

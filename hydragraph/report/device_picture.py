@@ -107,6 +107,7 @@ def _stage_text(pipeline: int, number: int, stage: Stage) -> str:
 
 
 def _write(axes: Any, bar: _StageBar, layers: int) -> None:
+    # The text goes into the bar if it fits, else to the side that has more room.
     middle = (bar.top + bar.bottom) / 2
     needed = (len(bar.text) + 2) * _LETTER / _WIDTH * layers
     if needed <= bar.last - bar.first:

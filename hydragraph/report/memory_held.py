@@ -54,5 +54,6 @@ def thinned(points: Sequence[tuple[float, float]], most: int) -> tuple[tuple[flo
     """Return at most `most` points: the highest in each interval."""
     if len(points) <= most:
         return tuple(points)
+    # The highest point of each interval stays, so that no peak is lost.
     edges = [round(i * len(points) / most) for i in range(most + 1)]
     return tuple(max(points[a:b], key=lambda point: point[1]) for a, b in pairwise(edges))

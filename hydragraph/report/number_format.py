@@ -66,11 +66,13 @@ def _scaled(value: float, units: Sequence[tuple[float, str]], zero: str) -> str:
         return f"0 {zero}"
     sign = "−" if value < 0 else ""
     value = abs(value)
+    # Choose the unit after rounding to three digits: 0.9996 s is "1.00 s", not "1,000 ms".
     factor, name = next(((unit, name) for unit, name in units if value >= unit * 0.9995), units[-1])
     return f"{sign}{_digits(value / factor)} {name}"
 
 
 def _digits(value: float) -> str:
+    # Round first, because rounding may add a digit before the point: 9.996 is "10.0", not "10.00".
     value = float(f"{value:.3g}") if value < 999.5 else value
     if value >= 999.5:
         return f"{value:,.0f}"

@@ -54,6 +54,7 @@ def mark_keys(marks: Sequence[ChartMark]) -> Markup | None:
 def ranks_section(happened: RankChanges) -> Markup:
     chart = None
     if happened.counts:
+        # Two points per count draw a horizontal line from one change to the next.
         steps = [(float(x), float(n)) for (first, n), (end, _) in pairwise(happened.counts) for x in (first, end)]
         ranks = Series("ranks", tuple(steps), "s-0")
         chart = line_chart("ranks over steps", [ranks], "ranks", lambda y: f"{y:g}", zero=True)

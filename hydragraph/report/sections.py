@@ -101,6 +101,7 @@ def _strategies(report: ReportContents) -> Markup:
     heads = ["", "strategy", "micro-batches", "iteration", "tokens/s", *shares, "why it lost"]
     kept = [i for i, head in enumerate(heads) if i != 2 or any(row.micro_batches for row in rows)]
     kept = [i for i in kept if heads[i] != "tokens/s" or any(row.tokens_per_s for row in rows)]
+    # Bars show speed: the fastest strategy's is full, and one that takes twice as long gets half.
     fastest = min((row.seconds for row in rows if row.seconds), default=0.0)
     body = [_strategy_row(i, row, fastest, kept) for i, row in enumerate(rows[:MOST_ROWS])]
     shown = table([heads[i] for i in kept], body, left=("", "strategy", "why it lost"), style="wide")
@@ -308,6 +309,7 @@ def _heat(matrix: Matrix) -> Markup:
     side = 30 if count <= 8 else 20 if count <= 16 else 14
     left, top = 66, 20
     most = max((sum(kind[i][j] for kind in matrix.cells) for i in range(count) for j in range(count)), default=0.0)
+    # A label is 15 pixels high, so rows of 14 pixels name every second row.
     every = max(1, -(-count * 15 // (side * count)))
     drawn: list[Content] = []
     for i, name in enumerate(matrix.names):

@@ -55,6 +55,7 @@ def _packed(bars: Sequence[TimeBar], names: dict[str, int], scale: float) -> lis
     packed: list[int] = []
     before = 0
     for bar in bars:
+        # Ends are rounded, not lengths, so that rounding errors do not add up over the bars.
         begin = round(bar.begin * scale)
         length = round(bar.end * scale) - begin
         packed += [begin - before, length, KINDS.index(bar.kind), names.setdefault(bar.name, len(names))]
