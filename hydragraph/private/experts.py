@@ -20,6 +20,7 @@ def grouped_mm_backward(rows: Tensor, weight: Tensor, ends: Tensor, gradient: Te
     """
     of_rows = torch.zeros_like(rows)
     of_weight = torch.zeros_like(weight)
+    # rows [start, end) belong to the expert; an expert without rows keeps gradients of 0
     start = 0
     for expert, end in enumerate(ends.tolist()):
         torch.mm(gradient[start:end], weight[expert].T, out=of_rows[start:end])

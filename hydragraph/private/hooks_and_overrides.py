@@ -155,6 +155,7 @@ def own_backward_of(result: Tensor) -> str | None:
         if node is None or node in seen:
             continue
         seen.add(node)
+        # Only nodes of Python's autograd functions have this attribute, which names the function.
         kind = getattr(type(node), "_forward_cls", None)
         if kind is not None and not _is_of_torch(kind):
             return str(kind.__qualname__)

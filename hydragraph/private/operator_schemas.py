@@ -82,6 +82,8 @@ def has_tag(target: object, *tags: torch.Tag) -> bool:
 def arguments_of(node: fx.Node) -> Iterator[OperatorArgument]:
     if isinstance(node.target, torch._ops.OpOverload):
         for i, argument in enumerate(node.target._schema.arguments):
+            # Arguments may be given by position or by name; those that are
+            # not given keep their defaults.
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             if i < len(node.args) or argument.name in node.kwargs:
                 alias = argument.alias_info
