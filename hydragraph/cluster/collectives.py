@@ -76,9 +76,9 @@ class SumsProducts:
         return StartedCollective(result, whole)
 
     def _start_sum(self, x: Tensor) -> StartedCollective:
-        # pyrefly: ignore[missing-attribute]  # of the subclass
         # `start_all_reduce` returns a new tensor, but the caller needs the
         # sum in this view of `whole`.
+        # pyrefly: ignore[missing-attribute]  # of the subclass
         started: StartedCollective = self.start_all_reduce(x.clone())
         return StartedCollective(lambda: x.copy_(started.result()))
 

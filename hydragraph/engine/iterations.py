@@ -165,7 +165,7 @@ class IterationRunner(CollectiveCalls):
         return batch, work, outcome, preparing_s
 
     def _update(self, norm: float) -> None:
-        # The new owners have all gradients, so they update, and the previous owners do not.
+        # After a handover, the new owners have all gradients, and update in place of the old ones.
         self._transition.go_over()
         self._session.update(norm)
 

@@ -57,7 +57,7 @@ def recall_profile(key: str, report: DeviceReport, type_: str | None = None) -> 
     best: tuple[float, float, Path] | None = None
     for path in folder().glob(f"{key}-*.json"):
         try:
-            # The file's name ends with the device's speed during the measurement: "KEY-1234.5.json".
+            # The file's name ends with the measured device's speed, as in "KEY-1234.5.json".
             speedup = report.products_per_s / float(path.stem.rpartition("-")[2])
         except (ValueError, ZeroDivisionError):
             continue
