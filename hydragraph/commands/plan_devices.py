@@ -22,6 +22,7 @@ from hydragraph.commands.plan_costs import (
 from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.commands.progress import Say, progress
 from hydragraph.planner.uncollected import uncollected
+from hydragraph.spec.health import Health
 from hydragraph.spec.record import attributes_of, flow_yaml
 from hydragraph.spec.schedule_names import planned_schedules
 from hydragraph.train.config import TrainConfig
@@ -43,11 +44,12 @@ OFFERED = 4  # maximum number of rental offers that are printed
 @uncollected()
 def plan_devices(asked: PlanOptions) -> None:
     from hydragraph.planner.rental_price import RentalPrices
-    from hydragraph.planner.request import check_question
+    from hydragraph.planner.request import check_nodes, check_question
 
     start = time.monotonic() if began is None else began
     check_question(asked.method or "auto", asked.deadline, asked.solver)
     inputs = PlanInputs.read(asked)
+    check_nodes(inputs.cluster, inputs.health or Health())
     prices = RentalPrices.parse(asked.prices, inputs.cluster) if asked.prices else None
     if asked.budget is not None and prices is not None:
         prices.check_budget(asked.budget, () if inputs.health is None else inputs.health.lost)

@@ -23,19 +23,6 @@ MANY = 8
 NEARLY = 0.04  # relative precision
 
 
-def check_nodes(costs: Costs) -> None:
-    """Reject clusters without running devices, and nodes with devices of different types."""
-    if not _running(costs):
-        raise Unsupported("all devices are lost", where="plan", remedy="give at least one rank a finite health rate")
-    for node, ranks in costs.cluster.ranks_by_node.items():
-        if len(set(map(costs.cluster.type_of, ranks))) > 1:
-            raise Unsupported(
-                f"the devices of node {node} have different types",
-                where="plan",
-                remedy="list the devices of each type as a separate node",
-            )
-
-
 def check_labels(costs: Costs, workload: Workload) -> None:
     """Reject devices whose memory is too small for the labels of all sequences."""
     running = _running(costs)

@@ -32,7 +32,7 @@ from hydragraph.planner.generators.memory_pooling import pooled
 from hydragraph.planner.generators.metis_stages import staged
 from hydragraph.planner.generators.symmetric import simple
 from hydragraph.planner.improve_devices import DeviceMoves, climbed
-from hydragraph.planner.infeasibility import check_labels, check_nodes, nothing_fits
+from hydragraph.planner.infeasibility import check_labels, nothing_fits
 from hydragraph.planner.iteration_bound import bound as bound_of
 from hydragraph.planner.metis.metis_search import Order
 from hydragraph.planner.price_candidate import (
@@ -47,7 +47,7 @@ from hydragraph.planner.price_candidate import (
 from hydragraph.planner.price_mini_batches import MiniBatchPrices, mean, settle_best
 from hydragraph.planner.refinements import as_run, one_by_one, refined
 from hydragraph.planner.request import Method as Method
-from hydragraph.planner.request import Solver, check_question
+from hydragraph.planner.request import Solver, check_nodes, check_question
 from hydragraph.planner.state_shares import home_by_block, home_nodes
 from hydragraph.planner.streamed_data_parallelism import streamed
 from hydragraph.planner.streamed_pipelines import owned_pipelines
@@ -276,7 +276,7 @@ def _plan(costs: Costs, asked: _Question, deadline_s: float | None) -> Plan:
     workload = asked.workload
     running = asked.running
     _check_copies(costs)
-    check_nodes(costs)
+    check_nodes(costs.cluster, costs.health)
     check_labels(costs, workload)
     until = None if deadline_s is None else began + SEARCHING * deadline_s
     asked = replace(asked, until=until)

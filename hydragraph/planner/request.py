@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from hydragraph.cost.measured_profile import PipelineCost
+from hydragraph.errors import Unsupported
 from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.health import Health
 
 if TYPE_CHECKING:
     from hydragraph.planner.assignment.best_candidate import Choice
@@ -29,6 +33,19 @@ def check_question(method: str, deadline_s: float | None = None, solver: str | N
         )
     if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s >= 0):
         raise ValueError(f"deadline_s is {deadline_s!r}: give at least 0 seconds, or None to complete the search")
+
+
+def check_nodes(cluster: Cluster, health: Health) -> None:
+    """Reject clusters without running devices, and nodes with devices of different types."""
+    if all(math.isinf(health.rate(rank)) for rank in range(len(cluster.devices))):
+        raise Unsupported("all devices are lost", where="plan", remedy="give at least one rank a finite health rate")
+    for node, ranks in cluster.ranks_by_node.items():
+        if len(set(map(cluster.type_of, ranks))) > 1:
+            raise Unsupported(
+                f"the devices of node {node} have different types",
+                where="plan",
+                remedy="list the devices of each type as a separate node",
+            )
 
 
 @dataclass(frozen=True)

@@ -223,6 +223,8 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (where / "unknown.yaml").write_text(text.replace("type: slow", "type: odd"))
     (where / "small.yaml").write_text(text.replace("memory_bytes: 1000000000", "memory_bytes: 100000"))
     (where / "empty.yaml").write_text(text.partition("nodes:")[0] + "nodes: []\n")
+    flat = tuple(replace(device, node=0) for device in priced.mixed().devices)
+    hg.Cluster(flat, priced.FAST, priced.SLOW).save(where / "flat.yaml")
     priced.profile(LAYERS, "fast").save(where / "fast.json")
     priced.profile(LAYERS, "slow", 2.5).save(where / "slow.json")
     priced.profile(LAYERS).save(where / "typeless.json")
@@ -387,6 +389,7 @@ def test_sample_mini_batches_give_candidates(uneven: Path) -> None:
     [
         (("--cluster", "empty.yaml", *TYPES, *SOME), "empty.yaml: 'devices' is empty"),
         (("--cluster", "unknown.yaml", *TYPES, *SOME), "nodes[1]: unknown device type 'odd': use fast, slow"),
+        (("--cluster", "flat.yaml", "--model", "config.yaml", *SOME), "the devices of node 0 have different types"),
         (("--cluster", "cluster.yaml", *TYPES[:2], *SOME), "device type 'slow' was not measured"),
         (("--cluster", "cluster.yaml", "--profile", "typeless.json", *SOME), "does not name its device type"),
         (("--cluster", "cluster.yaml", *SOME), "--cluster needs --model"),
