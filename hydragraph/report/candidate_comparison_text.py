@@ -13,8 +13,7 @@ from hydragraph.spec.record import attributes_of
 ROWS = 8  # number of table rows if --explain is not given
 MEANING = {
     "work": "device time of the sequences, divided evenly over all devices",
-    "waiting": "work of the slowest pipeline beyond an even share; negative if only its bubble makes it "
-    "the slowest",
+    "waiting": "work of the slowest pipeline beyond an even share; negative if only its bubble makes it the slowest",
     "fixed": "constant cost of the slowest pipeline's micro-batches, independent of their tokens",
     "bubble": "time in which the slowest pipeline's stages fill, drain, and wait for each other",
     "sync": "pull, push, commit and update",

@@ -57,7 +57,7 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """Workload of T^2 / Q sequences of Q / T tokens (T, Q: mean sums of a mini-batch's lengths and squared lengths)."""
+        """Workload of T^2 / Q sequences of Q / T tokens (T, Q: mean sums of lengths and of squared lengths)."""
         if not self.lengths:
             return self
         # Equal sums of lengths and of squares mean equal linear and quadratic costs.
