@@ -69,7 +69,7 @@ class CompiledModel:
     """Captured model in one process.
 
     Attributes:
-        tensors: state-dict key -> canonical name of the parameter or buffer.
+        tensors: canonical name of the parameter or buffer for each state-dict key.
         shell: the model without weights, or None for models that are not from transformers.
         check: checker of graphs before a strategy's first step, or None if this rank does not check graphs.
         state: detector of changes that the user makes to the model after compilation.

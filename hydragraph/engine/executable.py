@@ -100,7 +100,7 @@ class Executable(Membership):
     def promise(
         self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
     ) -> None:
-        """Promise the arguments of the step after the next step; optional, but all ranks must make the same promise.
+        """Promise the arguments of the step that follows the next step; optional, but must be equal on all ranks.
 
         Ranks agree on the promised step during the preceding step, which saves a synchronization. If the preceding step
         is rejected, the promise is discarded. Once ranks agree, only `close`, `leave` and `move` may be called before

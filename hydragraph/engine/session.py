@@ -50,7 +50,7 @@ class Session:
     """One rank's communicators and share of the state; without an optimizer, the session cannot train.
 
     Attributes:
-        optimized: id of each parameter -> its name, or None if the optimizers of ranks have different parameters.
+        optimized: name of each parameter by its id, or None if the optimizers of ranks have different parameters.
     """
 
     program: Program
@@ -183,7 +183,7 @@ class Session:
         """Return full CPU tensors by parameter name on rank 0 ({} elsewhere); all ranks must call this.
 
         Args:
-            shards: bucket name -> this rank's part of the bucket's weights or gradients.
+            shards: this rank's part of each bucket's weights or gradients, by bucket name.
         """
         buckets = self.gather_by_bucket(shards, names)
         return {name: tensor.cpu() for bucket in buckets for name, tensor in bucket.items()}

@@ -183,8 +183,8 @@ class _Pieces:
     """Model split into templates; `aux` computes the inputs that blocks share.
 
     Attributes:
-        feeds: block name -> indices of the `aux` outputs that the block takes.
-        sizes: symbol -> size in the example: the token count, then the length of cu_seqlens.
+        feeds: for each block name, the indices of the `aux` outputs that the block takes.
+        sizes: size of each symbol in the example: the token count, then the length of cu_seqlens.
     """
 
     model: str
@@ -229,7 +229,7 @@ class _Skeleton:
     """Exported graph of a model whose blocks are opaque operators.
 
     Attributes:
-        example: "T" and "N+1" -> size in the traced batch.
+        example: sizes of "T" and "N+1" in the traced batch.
     """
 
     graph: fx.GraphModule

@@ -62,7 +62,7 @@ def mask(
     """Classify a mask for transformers' mask interface; return None for plain attention.
 
     Args:
-        mask_function: (batch, head, query, key) -> whether the query attends to the key.
+        mask_function: function of (batch, head, query, key) that returns whether the query attends to the key.
         attention_mask: [B, T], true except for padding.
     """
     if attention_mask is not None and not constant_of(attention_mask):

@@ -77,7 +77,7 @@ def outline(module: nn.Module) -> str:
 
 class _Describer:
     def __init__(self, index: bool, reads: Callable[[str], bool] = lambda _: True, constants: bool = False) -> None:
-        self._reads = reads  # decides which attributes of the user's objects are described
+        self._reads = reads  # function that decides which attributes of the user's objects are described
         self._constants = constants
         self._left_out = () if index else LAYER_INDEX
         # Maps an id to a number and the object; the reference prevents the reuse of the id.

@@ -221,8 +221,8 @@ class _Forms:
     """Structures of blocks' outputs, recorded during tracing.
 
     Attributes:
-        of: outline of a block -> function that rebuilds its output, and the output's structure.
-        wide: id of a block's result [T, H] -> the same result as [1, T, H].
+        of: for the outline of each block, a function that rebuilds the output, and the output's structure.
+        wide: by the id of a block's result [T, H], the same result as [1, T, H].
     """
 
     of: dict[str, tuple[Callable[[Tensor], Any], str]] = field(default_factory=dict)

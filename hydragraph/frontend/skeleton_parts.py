@@ -24,7 +24,7 @@ def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where
     """Make a Template from a graph.
 
     Args:
-        names: placeholder -> name, for parameters, buffers and inputs in this order.
+        names: name of each placeholder, for parameters, buffers and inputs in this order.
     """
     placeholders = graph.graph.find_nodes(op="placeholder")
     tensors = {placeholder: name for kind in names for placeholder, name in kind.items()}

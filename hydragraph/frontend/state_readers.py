@@ -83,7 +83,7 @@ class UserFunctions:
 
     Attributes:
         names: every name and string constant in these functions.
-        modules: Python module -> its names that these functions may read.
+        modules: for each Python module, its names that these functions may read.
     """
 
     def __init__(self, model: nn.Module, loss: Any) -> None:

@@ -88,7 +88,7 @@ class RoutingTracker:
         self._rows = rows
         self._tokens = tokens
         self._telling: dict[fx.Node, RowPointers | Counter | Counts] = {}  # values that depend on other tokens
-        self._sorted: dict[fx.Node, fx.Node] = {}  # sort keys of rows, in sorted order -> the sort
+        self._sorted: dict[fx.Node, fx.Node] = {}  # for keys of rows in sorted order, the operator that sorted them
         self._handlers: tuple[tuple[Collection[Any], Callable[[fx.Node], Followed]], ...] = (
             (SAME, self._same),
             ({operator.getitem}, self._part_of_sort),

@@ -39,7 +39,7 @@ from hydragraph.private.hooks_and_overrides import (
 )
 from hydragraph.private.module_internals import BATCH_NORMS
 
-# Modules that compute with the whole packed row -> reason and remedy.
+# Reasons and remedies for modules that compute with the whole packed row.
 _UNPACKED: Mapping[type[nn.Module], tuple[str, str]] = {
     nn.RNNBase: (
         "passes a state from each token of a packed row to the next, across sequences",
@@ -95,7 +95,7 @@ def _refuse_common_memory(model: nn.Module) -> None:
         if shares_elements_with_itself(parameter):
             raise _in_common(name, "itself: it was expanded, so several elements share memory")
     places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
-    # In address order, a tensor that overlaps any earlier tensor overlaps the earlier tensor that ends last.
+    # In order of addresses, if a tensor overlaps earlier tensors, one of these is the tensor that ends last.
     end, furthest = 0, ""
     for first, after, name in sorted(places):
         if first < end and (name in learnt or furthest in learnt):

@@ -62,7 +62,7 @@ class KernelVariant:
     """One configuration of a kernel, which can be compiled without a GPU.
 
     Attributes:
-        signature: run-time argument -> Triton's name for its type, such as "*bf16" or "i64".
+        signature: for each run-time argument, Triton's name for its type, such as "*bf16" or "i64".
         aligned: run-time integers that are multiples of 16.
     """
 

@@ -106,7 +106,7 @@ class Cuts:
             origin.unit = math.lcm(origin.unit, own)
 
     def bound(self, cut: Cut, at: int) -> bool:
-        """Start a segment at the lead's element `at`, or return False if an origin is not in `parts`."""
+        """Make a segment start at the lead's element `at`; return False if some origin is not in `parts`."""
         parts = cut.parts or {(cut.lead, 0)}
         if not cut.origins <= {origin for origin, _ in parts}:
             return False

@@ -31,7 +31,7 @@ from hydragraph.spec.strategy import Strategy
 _LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-CAPACITY = 64  # this is large enough, because models have about three templates, and strategies few degrees
+CAPACITY = 64  # large enough, because a model has about three templates, and its strategies have few degrees
 
 
 _shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # variants of all programs in this process

@@ -63,7 +63,7 @@ def symbols_of(values: Iterable[object]) -> list[sympy.Symbol]:
 
 
 def sources(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, int | None, int]]:
-    """Map each symbol to a value that determines its size: (index of the value, dimension, factor).
+    """For each symbol, return a value that determines its size, as (index of the value, dimension, factor).
 
     The symbol is the dimension's size divided by the factor. The dimension is None for a SymInt value.
     """

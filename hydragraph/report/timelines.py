@@ -164,7 +164,8 @@ def _fewer(lanes: Sequence[TimelineLane], seconds: float) -> tuple[list[Timeline
         return merged, "Consecutive blocks of a micro-batch are drawn as one bar."
     # Merge ever longer intervals until few enough bars are left.
     tick = seconds * FINEST
-    while _count(merged) > MOST_BARS and tick < 2 * seconds:  # beyond this limit, each stream is a single bar
+    # Beyond this limit on `tick`, each stream would be a single bar.
+    while _count(merged) > MOST_BARS and tick < 2 * seconds:
         merged = _merged(merged, partial(_ticks, tick=tick))
         tick *= 2
     return merged, f"Bars that are closer than {tick / 2 / seconds:.2%} of the iteration are merged into one."

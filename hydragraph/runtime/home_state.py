@@ -146,7 +146,7 @@ class HomeState:
 
 
 def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (name, low, high, start) of each parameter that starts at `start` and overlaps [lo, hi) in [low, high)."""
+    """Yield (name, low, high, start) of each parameter in [lo, hi): its overlap [low, high), and its own start."""
     for parameter, start in zip(bucket.parameters, bucket.offsets().values(), strict=True):
         low = max(lo, start)
         high = min(hi, start + parameter.size)

@@ -57,10 +57,9 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """Workload of T^2 / Q sequences of Q / T tokens (T, Q: mean sums of lengths and of squared lengths)."""
+        """T^2 / Q sequences of Q / T tokens, where T and Q are the mean sums of lengths and of squared lengths."""
         if not self.lengths:
             return self
-        # Equal sums of lengths and of squares mean equal linear and quadratic costs.
         tokens = sum(map(sum, self.batches)) / len(self.batches)
         squares = sum(n * n for batch in self.batches for n in batch) / len(self.batches)
         length = max(1, round(squares / tokens))

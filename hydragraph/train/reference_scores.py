@@ -33,7 +33,7 @@ class ReferenceScores:
         model: result of `model_identity`; None: read the scores of any model.
 
     Attributes:
-        of: stream name -> scores of the stream's chunks (answers), fp32 [chunks]; NaN: unknown.
+        of: for each stream name, the scores of the stream's chunks (answers), fp32 [chunks]; NaN: unknown.
     """
 
     def __init__(

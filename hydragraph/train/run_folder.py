@@ -228,7 +228,7 @@ class RunFolder:
         return f"the last checkpoint is {last.path}: continue with --resume"
 
     def replace_damaged(self, damaged: Checkpoint) -> Checkpoint | None:
-        """Rename a damaged checkpoint if there is an earlier one; return the earlier one."""
+        """If there is an earlier checkpoint, rename the damaged checkpoint, and return the earlier one."""
         earlier = [place for place in self.all() if place.step < damaged.step]
         if not earlier:
             return None

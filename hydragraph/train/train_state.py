@@ -105,7 +105,7 @@ class TrainState:
     Attributes:
         anew: function that returns a new stream of mini-batches.
         kept: whether a checkpoint exists, including one of step 0.
-        positions: step -> state of `batches` after this step, for all steps since the second-to-last checkpoint.
+        positions: state of `batches` after each step since the second-to-last checkpoint.
         last: last finished step and its report.
         untold: recoveries that have not been reported yet, each with the number of ranks before the recovery.
         began: start time of the folder's run; None: this rank has not joined the run.

@@ -34,7 +34,7 @@ class TensorNames:
     """Conversion of tensor names in files to names in a model.
 
     Attributes:
-        sources: state-dict key -> canonical name of the parameter or buffer.
+        sources: canonical name of the parameter or buffer for each state-dict key.
         prefix: `base_model_prefix` of a transformers model; None for other modules.
     """
 

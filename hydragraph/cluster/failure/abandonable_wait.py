@@ -13,7 +13,7 @@ _Request = tuple[Callable[[], Any], "SimpleQueue[tuple[Any, BaseException | None
 
 
 class Waiter:
-    """Runs blocking functions on a separate thread, for one calling thread at a time."""
+    """Runner of blocking functions on a separate thread, for one calling thread at a time."""
 
     def __init__(self, interval: timedelta) -> None:
         self._interval = interval

@@ -57,7 +57,7 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-CLOSED = "close"  # prefix of a rank's recorded last call if the rank has closed its executable
+CLOSED = "close"  # if a rank has closed its executable, the text of its last call begins with this
 _REMEDY = "restart all ranks and load the last checkpoint"
 _POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
 _LOOKED_AT = 8  # average number of ranks that one poll checks

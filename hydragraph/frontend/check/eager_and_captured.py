@@ -176,7 +176,7 @@ def backward(
     """Run a block's backward and add the gradients of parameters to `sums`; return the hidden state's gradient.
 
     Args:
-        local: names in the template -> names in `tensors` and `sums`.
+        local: for each name in the template, the name in `tensors` and `sums`.
     """
     kept = dict(zip(saved_names(len(saved)), saved, strict=True)) | {"tangent": tangent}
     arguments: list[Any] = [kept[n] if n in kept else tensors[local[n]] for n in variant.needs]

@@ -175,7 +175,7 @@ class Schedule:
         return cls(title[1], tuple(rows))
 
     def in_flight(self, stage: int) -> int:
-        """Return the largest number of micro-batches that a row has started and not finished (last gradient)."""
+        """Return the largest number of micro-batches in flight on a row, each from its forward to its last gradient."""
         row = self.actions[stage]
         # A split backward has two actions, and activations are needed until the second.
         last = {(action.micro_batch, action.visit): i for i, action in enumerate(row)}

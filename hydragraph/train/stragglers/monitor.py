@@ -39,7 +39,7 @@ class KindOfWork:
     stage: str
 
 
-Predicted = dict[int, dict[KindOfWork, float]]  # rank -> kind -> seconds
+Predicted = dict[int, dict[KindOfWork, float]]  # seconds by rank and kind of work
 
 
 class Monitor:

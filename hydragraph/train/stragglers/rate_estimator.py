@@ -41,7 +41,8 @@ SHARED = 0.5  # calibrated kinds of work must cover at least this fraction of a 
 _T = TypeVar("_T")
 
 Kind = Hashable
-Work = Mapping[int, Mapping[Any, tuple[float, float]]]  # rank -> kind -> (measured, predicted) seconds, each above 0
+# By rank and kind of work: measured and predicted seconds, each above 0.
+Work = Mapping[int, Mapping[Any, tuple[float, float]]]
 
 
 @dataclass(frozen=True)
