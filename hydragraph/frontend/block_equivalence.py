@@ -33,6 +33,7 @@ def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
 def is_without_index(call: BlockCall, hints: dict[str, int]) -> bool:
     plain = _noted(call, hints)
     with ExitStack() as indices:
+        # With an index that raises an error in every use, the operators must stay the same.
         for attributes in map(vars, call.module.modules()):
             unusable = {name: _Nowhere() for name in LAYER_INDEX if name in attributes}
             indices.enter_context(mock.patch.dict(attributes, unusable))
@@ -62,6 +63,7 @@ def refuse_state_around(
     Args:
         opaque: replaces the model's blocks, which makes the runs faster but may fail.
     """
+    # Try the fast run first; if the opaque blocks make it fail, run the real blocks.
     for context in (opaque, nullcontext()):
         notes = []
         replaced: list[str] = []
@@ -119,6 +121,8 @@ def refuse_state_between(module: nn.Module, blocks: Sequence[nn.Module], batch: 
     except Exception:  # a later trace reports the error
         return
     for (number, before, _), (after, later) in zip(calls, repeated, strict=True):
+        # The block repeats itself after the model has run (after == later), but ran differently
+        # within the model (before), so the model changed a value that the block reads.
         if None not in (before, after) and before != after == later:
             what = "the block reads a value that the model changes between blocks, but is traced with the final value"
             raise Unsupported(what, where=f"layer.{number}", remedy="pass this value to the block as an argument")
@@ -153,6 +157,7 @@ def _refuse_difference(first: list[str] | None, second: list[str] | None, where:
 def _noted(call: BlockCall, hints: dict[str, int]) -> list[str] | None:
     arguments: list[Tensor] = []
     for tensor in call.inputs:
+        # Sizes of the example; a size computed from T or N + 1 has no hint.
         sizes = [hints.get(name) if (name := symbol_name(s)) else int(s) for s in tensor.shape]
         known = [size for size in sizes if size is not None]
         if len(known) < len(sizes):
@@ -186,6 +191,8 @@ class _Notes(TorchDispatchMode):
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []  # references prevent the reuse of ids
         self._numbered = 0
+        # _names: id of a tensor -> its parameter's or buffer's name, "input 0", or "%1" for a
+        # result.
         tensors = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
         for name, tensor in tensors:
             first_name = self._names.setdefault(id(tensor), name)

@@ -18,6 +18,7 @@ def buckets_of(
     Args:
         learns: names of the trained parameters.
     """
+    # users: parameter -> the blocks that read it, in order; its first block places a tied one.
     users: dict[str, list[str]] = {}
     for block in blocks:
         for name in dict.fromkeys(block.parameters):

@@ -103,6 +103,7 @@ def capture(
     where = type(model).__name__
     if dtype not in DTYPES:
         raise Unsupported(f"dtype {dtype}", where=where, remedy=f"use one of {', '.join(map(str, DTYPES))}")
+    # These checks run even if the program comes from the cache, because they concern this model.
     refuse_untried(model)
     refuse_other_dtypes(model)
     refuse_unseen(model)
@@ -135,6 +136,7 @@ def _captured(
     sizes: Mapping[str, int],
 ) -> Program:
     where = type(model).__name__
+    # Prepare a meta copy, which the following steps change; the user's model stays as it is.
     copied = meta_copy(model, dtype)
     is_huggingface = huggingface.is_huggingface(model)
     if is_huggingface:
@@ -142,25 +144,34 @@ def _captured(
         huggingface.use_packed_attention(copied)
     path, layers = block_list(copied, blocks)
     separate_repeated(layers)
+    # keys[id(block)]: digest of the block's structure without its index. It is computed before
+    # tracing, because tracing may replace the blocks' forwards.
     keys = {id(block): structure(block, index=False, constants=True) for block in entries(layers)}
     call = huggingface.caller(copied) if is_huggingface else custom_modules.caller(copied, fields)
     traced = TracedModel(copied, call, meta_loss(loss or token_cross_entropy))
+    # Only code of transformers and peft is trusted to keep no state between calls.
     if loss is not None or not is_huggingface or not huggingface.is_library_class(model):
         refuse_state_around(traced, opaque_blocks(layers, []), meta_batch(sizes, fields), where)
     if not is_huggingface or not huggingface.is_library_class(model):
         refuse_state_between(traced, list(entries(layers)), meta_batch(sizes, fields))
     with packed_recurrences(copied) if is_huggingface else nullcontext():
+        # Trace the model around its blocks, and each distinct block.
         exported, calls = capture_skeleton(traced, layers, sizes, fields)
         skeleton = _Skeleton(*functional_graph(exported, where), where, tuple(fields), sizes)
         pieces = _slice_skeleton(skeleton, calls)
         templates = _capture_layers(calls, keys, pieces.sizes, where)
+        # A rewritten block may read batch fields that the model does not pass to it. These follow
+        # the block's own arguments, so the skeleton is split again with them.
         if any(i >= len(pieces.feeds[block]) for block, template in templates.items() for i, _ in _others(template)):
             pieces = _slice_skeleton(skeleton, calls, added=True)
         pieces = replace(pieces, layers=templates)
+    # Check each distinct graph.
     for name, template in pieces.unique.items():
         refuse_mixed_dtypes(template, name, dtype)
         prove_sizes(template.graph, name, exported=True)
     if is_huggingface:
+        # If the embedding counts positions with `arange`, this error is clearer than the one that
+        # `_refuse_leaks` raises.
         if any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
             huggingface.refuse_own_positions(where, pieces.used_fields())
         huggingface.refuse_own_mixing(copied, pieces.layers)
@@ -256,6 +267,8 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
     model, signature = skeleton.model, skeleton.signature
     nodes = [n for n in skeleton.graph.graph.nodes if n.target is torch.ops.hydragraph.block.default]
     # Every stage computes `aux`, so `aux` may depend only on the batch and buffers.
+    # outputs: the results of `aux`, each once. feeds["layer.0"] = [0, 2]: the block takes results 0
+    # and 2, after its hidden state.
     outputs: list[fx.Node] = []
     feeds: dict[str, list[int]] = {}
     previous: fx.Node | None = None
@@ -274,6 +287,8 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
     if previous is None:
         remedy = "compute the loss from the model's outputs"
         raise Unsupported("the loss does not depend on the blocks", where=model, remedy=remedy)
+    # One node may stand for all blocks (`_FusedBlocks`). It takes the union of their inputs, of
+    # which each call lists its own.
     if len(nodes) == 1:
         places = feeds[str(previous.args[2])]
         feeds = {c.name: places if c.feeds is None else [places[i] for i in c.feeds] for c in calls}
@@ -281,10 +296,12 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
         more = [skeleton.field(name) for name in ADDED.values()]
         outputs += [node for node in more if node not in outputs]
         feeds = {name: [*places, *map(outputs.index, more)] for name, places in feeds.items()}
+    # Names of the symbols that torch.export chose for the sizes T and N + 1.
     tokens = symbol_name(value_of(skeleton.field("input_ids")).shape[1])
     bounds = symbol_name(value_of(skeleton.field("cu_seqlens")).shape[0])
     assert tokens is not None
     assert bounds is not None
+    # placeholder -> name in the model; `TracedModel` contains the model and the loss as attributes.
     parameters = {k: v.removeprefix("model.") for k, v in signature.inputs_to_parameters.items()}
     buffers = {k: name_in_program("_loss", v).removeprefix("model.") for k, v in signature.inputs_to_buffers.items()}
     inputs = skeleton.inputs | {**INPUTS, **ADDED, "hidden": "hidden"}
@@ -302,6 +319,8 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
     if INPUTS.keys() & set(aux.inputs):
         remedy = "set that dropout probability to 0, or apply dropout inside the blocks"
         raise Unsupported("dropout is applied to a value that blocks share", where=model, remedy=remedy)
+    # The head receives the last block's output as a placeholder, so a node of a block in the head
+    # means that the head also reads an earlier block.
     placed = [n.target for part in (aux, head) for n in part.graph.graph.nodes]
     if aux.parameters or torch.ops.hydragraph.block.default in placed:
         what = "blocks share a value that depends on parameters or blocks, so stages cannot compute it from the batch"
@@ -318,6 +337,8 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
 def _capture_layers(
     calls: Sequence[BlockCall], keys: Mapping[int, str], hints: dict[str, int], model: str
 ) -> dict[str, Template]:
+    # template_of["built", digest of the module and its arguments], and template_of["does", digest
+    # of the operators that it runs]: the block's graph.
     template_of: dict[tuple[str, str], Template] = {}
     templates: dict[str, Template] = {}
     seen: Counter[tuple[str, str]] = Counter()
@@ -333,9 +354,12 @@ def _capture_layers(
             if kind is not None:
                 refuse_state(call, hints)
             template = capture_template(call, hints)
+            # Blocks whose operators are unknown, or differ in detail, may still have equal graphs.
             template_of[does] = next((t for t in templates.values() if t.content == template.content), template)
         templates[call.name] = template_of[does]
         seen[built] += 1
+        # `keys` omit the index of a layer, on which the operators may depend. The second block of a
+        # structure shows whether they do; if not, later blocks are neither run nor traced.
         if seen[built] == 2 and is_without_index(call, hints):
             template_of[built] = template_of[does]
     return templates
@@ -345,14 +369,17 @@ def _refuse_leaks(pieces: _Pieces, own_loss: bool) -> None:
     tokens = next(iter(pieces.sizes))
     around = pieces.around
     for where, template in pieces.unique.items():
+        # symbol: the token count in this graph; torch.export names it anew for each block.
         symbol: str | None = tokens
         if where in around:
             batch_fields: dict[str, str | None] = {name: name for name in template.inputs}
         else:
+            # placeholder -> batch field, or None if `aux` computes another value from the fields.
             batch_fields = {identifier(name): field_of(node) for name, node in pieces.fed(where).items()}
             hidden = next((n for n in placeholders_of(template.graph) if n.name == "hidden"), None)
             symbol = symbol_name(value_of(hidden).shape[1]) if hidden else None
         refuse_other_bounds(template, where, batch_fields)
+        # A custom loss may combine the tokens of a sequence, so it has its own proof (`terms`).
         if template is pieces.head and own_loss:
             refuse_mixing(template.graph, None, where)
             refuse_mean(template, where)
@@ -364,11 +391,14 @@ def _refuse_leaks(pieces: _Pieces, own_loss: bool) -> None:
 
 
 def _assemble(model: nn.Module, dtype: torch.dtype, path: str, pieces: _Pieces) -> Program:
+    # first: id of a parameter -> its first name. canonical: any name of a tied parameter -> its
+    # first.
     first = {id(p): n for n, p in model.named_parameters()}
     canonical = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     raw = {"embed": pieces.embed, **pieces.layers, "head": pieces.head}
     blocks = []
     for name, template in raw.items():
+        # Names in a layer's graph are relative to the layer; around layers, to the model.
         prefix = f"{path}.{name.removeprefix('layer.')}." if name.startswith("layer.") else ""
         names = tuple(canonical[prefix + parameter] for parameter in template.parameters)
         buffers = tuple(prefix + buffer for buffer in template.buffers)

@@ -94,12 +94,14 @@ class _Names:
         names = self.read(owner)
         for name, before in self.plain.items():
             value = names.get(name, _MISSING)
+            # Identity accepts NaN, which is not equal to itself; types separate 1, 1.0 and True.
             if value is not before and not (type(value) is type(before) and value == before):
                 raise _changed(self.where, name, f"from {_shown(before)} to {_shown(value)}")
         for name, before in self.others.items():
             value = names.get(name, _MISSING)
             if _frozen(value) != before:
                 raise _changed(self.where, name, f"and is {_shown(value)} now")
+        # Comparing the counts first is cheap: every step checks every owner.
         if self.known is not None and len(names) != len(self.known):
             for name in names:
                 if name not in self.known and name not in _NOTES and mentions(self.kind, name):
@@ -179,14 +181,18 @@ class _Module:
             tensor: Tensor | None = parameters.get(part.local, buffers.get(part.local))
             if tensor is None:
                 raise _refused(part.name, "the tensor was removed after hg.compile")
+            # The usual case: the same object with the same version, address and bytes.
             if tensor is part.tensor() and _state(tensor) == part.state:
                 continue
+            # A model's weights may be freed, or replaced by trained values that hydragraph
+            # returned.
             freed = tensor.is_meta or not tensor.numel()
             if not (part.meta or freed or is_trained(part, tensor)):
                 what = (
                     "the tensor was replaced or edited after hg.compile; only values of full_state_dict() may be loaded"
                 )
                 raise _refused(part.name, what)
+            # The next check compares with the accepted tensor.
             part.tensor, part.state = weakref.ref(tensor), _state(tensor)
 
 
@@ -268,6 +274,8 @@ class CompiledState:
         if id(owner) in self._seen:
             return
         self._seen.add(id(owner))
+        # A library's code may read any attribute, so all are recorded except notes. The user's code
+        # is known (`readers`), so only attributes that it may read are recorded.
         whole = isinstance(owner, nn.Module) or not is_installed(type(owner)) or type(owner).__name__.endswith("Config")
         library = base_library_of(type(owner)) if whole else None
         values = {}
@@ -287,6 +295,7 @@ class CompiledState:
         known: frozenset[str] | None = None,
     ) -> None:
         """Record `values`, a part of `read(owner)`, and the objects that these values refer to."""
+        # Functions and partials support weak references, although they have no `__weakref__`.
         weak = hasattr(owner, "__weakref__") or isinstance(owner, (types.FunctionType, functools.partial))
         reference: Callable[[], Any] = weakref.ref(owner) if weak else lambda: owner
         plain = {n: v for n, v in values.items() if isinstance(v, _PLAIN)}
@@ -322,6 +331,8 @@ class CompiledState:
     def _add_code(self, readers: UserFunctions) -> None:
         for kind in readers.classes:
             read = {n for k in kind.__mro__ if k in readers.classes for n in vars(k) if readers.reads(n)}
+            # `_MISSING` notes that a class does not define a name itself, so defining it is a
+            # change.
             values = {n: vars(kind).get(n, _MISSING) for n in read if not n.startswith("__")}
             self._add(f"class {kind.__name__}", kind, attributes_of, values, readers)
         for module, names in readers.modules.items():
@@ -354,10 +365,12 @@ def _drops(module: nn.Module, own: bool) -> bool:
 def _state(tensor: Tensor) -> tuple[int, int, int]:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return version_of(tensor), 0, 0
+    # A write through `.data` does not change the version, so CPU tensors also get a checksum.
     lazy = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
     if tensor.device.type != "cpu" or lazy or not tensor.is_contiguous():
         return version_of(tensor), tensor.data_ptr(), 0
     values = tensor.detach().view(-1).view(torch.uint8)
+    # An odd step samples every byte of an element in turn: for 1 MiB, 1048576 // 512 | 1 = 2049.
     step = 1 if values.numel() <= _WHOLE else values.numel() // _SAMPLED | 1
     return version_of(tensor), tensor.data_ptr(), zlib.crc32(values[::step].numpy().tobytes())
 
@@ -377,6 +390,7 @@ def _frozen(value: Any, inside: frozenset[int] = frozenset()) -> Any:
         return id(value), zlib.crc32(value.tobytes())
     if isinstance(value, _NUMBERS):
         return kind, repr(value)
+    # Objects count by identity, as do containers that contain themselves.
     if not isinstance(value, (Mapping, *SEQUENCES)) or id(value) in inside:
         return id(value)
     parts = list(value)

@@ -39,6 +39,7 @@ def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None)
 
 
 def _chooses_rows(node: fx.Node, tokens: str) -> bool:
+    # x[arange(T), experts] needs row numbers, not positions within sequences.
     choosing = [user for user in node.users if user.target in _CHOOSING]
     chooses = any(token_dims(operands(user)[0], tokens) for user in choosing)
     return chooses or any(_chooses_rows(user, tokens) for user in node.users if user.target in SAME)

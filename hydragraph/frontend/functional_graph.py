@@ -130,6 +130,7 @@ def functional_graph(
         Unsupported: the graph writes in place in an unsupported way, or draws random numbers outside dropout.
     """
     _refuse_changes(exported, where)
+    # Number the calls of dropout before any step reorders or removes nodes.
     number_calls(exported.graph_module, where)
     graphs = (module for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule))
     if any(writes(node) for graph in graphs for node in graph.graph.nodes):
@@ -142,6 +143,7 @@ def functional_graph(
     _refuse_operators(graph, where)
     if block:
         graph = with_all_rows(graph, where)
+    # Replace operators by forms that the graph passes know.
     _write_concatenations(graph.graph)
     _write_linears(graph.graph)
     _write_elementwise_norms(graph.graph)
@@ -187,6 +189,7 @@ def changes(name: str, where: str) -> Unsupported:
 
 
 def _changed(graph: fx.GraphModule, targets: dict[fx.Node, str]) -> str | None:
+    # `targets` grows: a view of a target shares its memory, so writing into the view changes both.
     targets = dict(targets)
     for node in graph.graph.nodes:
         if GRAD_MODE in str(node.target) or AUTOCAST in str(node.target):
@@ -227,6 +230,7 @@ def _write_concatenations(graph: fx.Graph) -> None:
 
 
 def _parts_written(last: fx.Node) -> list[fx.Node] | None:
+    # written: (first, end, part) of each slice_scatter, from the last write back to the first.
     written: list[tuple[int, int, fx.Node]] = []
     node = last
     dim = (*operands(last), 0)[2]
@@ -238,6 +242,7 @@ def _parts_written(last: fx.Node) -> list[fx.Node] | None:
         written.append((first, min(end, whole), part))
         node = before
     written.sort(key=lambda each: each[0])
+    # The parts must cover the dimension without gaps: [0, 2) and [2, 5) of 5 give ends = [0, 2, 5].
     ends = [0, *(end for _, end, _ in written)]
     whole = value_of(last).shape[dim]
     full = [first for first, _, _ in written] == ends[:-1] and ends[-1] == whole
@@ -264,6 +269,7 @@ def _turns(node: fx.Node) -> bool:
 def _write_elementwise_norms(graph: fx.Graph) -> None:
     norms = graph.find_nodes(op="call_function", target=aten.batch_norm.default)
     for node in [n for n in norms if not n.args[5] and n.args[3]]:
+        # The arguments 5 and 6 are `training` and `momentum`. [C] broadcasts as [C, 1, ...].
         x, weight, bias, mean, variance, _, _, eps, *_ = node.args
         sizes = [-1, *[1] * (len(value_of(x).shape) - 2)]
         with torch.no_grad():

@@ -50,6 +50,7 @@ def attention(
             with a window, chunks, capped scores or sinks.
     """
     where = type(module).__name__
+    # Some layers do not pass keyword arguments on; the arguments of their block have the bounds.
     if cu_seq_lens_q is None:
         cu_seq_lens_q, max_length_q = sequence_bounds(where)
     causal = mask_patterns.is_causal(module) if is_causal is None else is_causal
@@ -90,6 +91,7 @@ def _layer(module: nn.Module) -> str:
 
 
 def _packed(x: Tensor, size: int) -> Tensor:
+    # x.shape[1::2] is (H, D) of [B, H, T, D]; the result is [B * T, H, D].
     x = x.transpose(1, 2).reshape(-1, *x.shape[1::2])
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
@@ -174,6 +176,7 @@ def _calls_pytorchs(module: nn.Module) -> bool:
 
 
 def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
+    # RoBERTa's first position is padding_idx + 1.
     padding = unplaced_id(model)
     first = 0 if padding is None else padding + 1
 

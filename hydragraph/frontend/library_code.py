@@ -34,6 +34,8 @@ class LibraryCode:
         self._pending: list[tuple[str, Any]] = []
         packages = [sys.modules[name].__file__ for name in _LIBRARIES if name in sys.modules]
         self._folders = tuple(f"{Path(file).parent}/" for file in packages if file is not None)
+        # Follow every name that a forward can reach, starting with the classes of the model's
+        # modules.
         kinds = (k for module in model.modules() for k in type(module).__mro__[:-1] if k is not nn.Module)
         self._kinds = list(dict.fromkeys(kinds))
         for kind in self._kinds:

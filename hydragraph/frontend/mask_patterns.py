@@ -111,6 +111,7 @@ def _parts(pattern: Pattern) -> Iterator[Pattern]:
     if name in _PACKED:
         return
     if name == "or_masks":
+        # Blockwise masks without blocks (all ids negative) add nothing to the other pattern.
         either = [part for part in inspect.getclosurevars(pattern).nonlocals["mask_functions"] if not _is_empty(part)]
         if len(either) == 1:
             yield from _parts(either[0])

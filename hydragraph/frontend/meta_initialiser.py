@@ -49,6 +49,7 @@ def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -
     """
     path, modules = block_list(model, blocks)
     canonical = {name for name, _ in model.named_parameters()}
+    # Copy the model with an empty block list, and initialize one block at a time to save memory.
     around = copy.deepcopy(model, {id(modules): type(modules)()})
     units = [("", around), *((f"{path}.{i}.", block) for i, block in enumerate(entries(modules)))]
     for prefix, unit in units:
@@ -78,6 +79,7 @@ def _initialised(model: nn.Module, unit: nn.Module, name: str, seed: int) -> nn.
     unit.to_empty(device="cpu")
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for tensor in (*unit.parameters(), *unit.buffers()):
+            # No initializer sets NaN or `_UNSET`, so `_check_set` finds tensors that were left out.
             tensor.fill_(float("nan") if tensor.is_floating_point() else _UNSET if tensor.dtype != torch.bool else 0)
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(digest))

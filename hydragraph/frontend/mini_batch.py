@@ -54,6 +54,8 @@ class MiniBatch:
                 false.
         """
         checked = tuple(workload.sequence_of(s, i, causal, fields) for i, s in enumerate(sequences_in(given, fields)))
+        # `holds` is fast for all sequences at once; the loop finds the sequence that an error
+        # names.
         if not all(limit.holds(checked) for limit in limits):
             for i, sequence in enumerate(checked):
                 for limit in limits:

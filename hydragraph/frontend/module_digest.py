@@ -56,6 +56,7 @@ def read_by(model: nn.Module, loss: Any) -> str:
     """Return a digest of a loss, and of what the loss and the user's forward read outside the model."""
     readers = UserFunctions(model, loss)
     functions = readers.functions.values()
+    # Functions are found in an order that may differ between processes.
     ordered = sorted(functions, key=lambda f: (f.__module__, f.__qualname__, f.__code__.co_firstlineno))
     owners: list[tuple[str, Mapping[str, Any], Callable[[str], bool]]] = []
     owners += [(k.__qualname__, vars(k), readers.reads) for k in readers.classes]
@@ -88,6 +89,7 @@ class _Describer:
             return f"{type(value).__qualname__}.{value.name}"
         if isinstance(value, _PLAIN):
             return f"{type(value).__name__} {value!r}"
+        # A second reference becomes a number, which describes sharing and ends cycles.
         if id(value) in self._known:
             return f"#{self._known[id(value)][0]}"
         self._known[id(value)] = len(self._known), value

@@ -33,6 +33,8 @@ MINIMUM = 2  # minimum number of tokens, because graphs are traced for sizes of 
 
 
 def padding(lengths: Sequence[int], multiple: int = 1, several: bool = False) -> int:
+    # One sequence of 5 tokens with `several` needs 6; with multiple 4, it gets 8 - 5 = 3 padding
+    # tokens.
     tokens = sum(lengths)
     least = tokens + 1 if several and len(lengths) == 1 else tokens
     return -(-max(least, MINIMUM) // multiple) * multiple - tokens
@@ -86,5 +88,6 @@ def pack(
 def _positions(ids: Tensor, unplaced: int | None) -> Tensor:
     if unplaced is None:
         return torch.arange(len(ids))
+    # ids 1 0 5 with the padding id 0: placed 1 0 1, positions 0 -1 1.
     placed = (ids != unplaced).long()
     return placed.cumsum(0) * placed - 1

@@ -36,6 +36,7 @@ def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[st
     A parameter that blocks would shard differently stays unsharded, and may force other parameters to stay unsharded.
     """
     whole: set[str] = set()
+    # A parameter that must stay whole may force others to: repeat until the set stops growing.
     while True:
         choices_of: dict[str, set[ShardRule | None]] = {}
         analysed: dict[str, list[ShardRule | None]] = {}

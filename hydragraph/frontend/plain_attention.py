@@ -53,6 +53,7 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
     packed = [_packed(node, x) for x in operands(node)[:3]]
     results = insert(node, varlen, *packed, bounds, longest, *settings)
     out = insert(node, operator.getitem, results, 0)
+    # Return from [T, H, D] to the layout of the call, such as [1, H, T, D].
     ones = [1] * (len(shape(node)) - 3)
     row = insert(node, aten.view.default, out, [*ones, -1, shape(query)[-3], shape(value)[-1]])
     result = insert(node, aten.transpose.int, row, len(ones), len(ones) + 1)

@@ -17,6 +17,7 @@ BlockList = nn.ModuleList | nn.ModuleDict
 
 def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Copy a model to the meta device with parameters in `dtype`; buffers keep their dtype."""
+    # memo: id of an original tensor -> its replacement, which deepcopy uses instead of a copy.
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         kind = dtype if parameter.is_floating_point() else parameter.dtype

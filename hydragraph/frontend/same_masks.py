@@ -39,6 +39,7 @@ def same_masks(model: nn.Module, program: Program, keys: Tensor, blocks: str | N
 
     def enter(module: nn.Module, _arguments: Any) -> None:
         if id(module) in numbers:
+            # The next call of a repeated block gets its next number.
             mode.block = numbers[id(module)][0]
             numbers[id(module)].rotate(-1)
 

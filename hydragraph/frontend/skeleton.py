@@ -69,6 +69,7 @@ class FlatBlock(nn.Module):
         if call.flat_tokens:
             leaves[call.tensors[0]] = tensors[0].squeeze(0)
         arguments, keywords = tree_unflatten(leaves, call.spec)
+        # `call.module.forward` may still be the opaque replacement, so call the class's forward.
         forward = call.own or functools.partial(type(call.module).forward, call.module)
         with keywords_of_block(keywords):
             output = forward(*arguments, **keywords)
@@ -156,6 +157,8 @@ def capture_skeleton(
         traced: a meta copy, which tracing may change.
         listed: the model's blocks, in call order; blocks with equal outlines must return equal output structures.
     """
+    # torch.export treats sizes 0 and 1 as constants, so graphs take at least 2 tokens and
+    # sequences.
     sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
     where = type(traced.model).__name__
@@ -164,6 +167,7 @@ def capture_skeleton(
     light = list[BlockCall]()
     with contextlib.suppress(Exception), opaque_blocks(listed, light):
         exported = trace()
+        # A lifted constant may be an untraced hidden state that the model reads between blocks.
         if not exported.graph_signature.inputs_to_lifted_tensor_constants:
             return _in_order(exported, light, listed, where)
     calls = list[BlockCall]()
@@ -200,6 +204,7 @@ def opaque_blocks(listed: BlockList, calls: list[BlockCall]) -> Iterator[None]:
     try:
         for (name, block), place in zip(_named(listed), own, strict=True):
             table_of(listed)[place] = _light(block, _opaque(name, block, forms, calls, fused))
+        # A write to an attribute of a replacement would not reach the block.
         before = [dict(vars(light)) for light in entries(listed)]
         yield
         if any(vars(light) != attributes for light, attributes in zip(entries(listed), before, strict=True)):
@@ -210,6 +215,8 @@ def opaque_blocks(listed: BlockList, calls: list[BlockCall]) -> Iterator[None]:
 
 def _light(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     kind = type(block)
+    # The replacement has the class and attributes of the block, but no tensors, which torch.export
+    # would process. Reads of submodules and tensors still reach the block.
     members = {"__getattr__": lambda _, name: getattr(block, name), "__module__": kind.__module__}
     light: nn.Module = object.__new__(type(kind.__name__, (kind,), members))
     vars(light).update(vars(block), forward=forward, **empty_tables())
@@ -251,6 +258,7 @@ class _FusedBlocks:
         elif hidden is not self.passed:
             raise ValueError(f"the input of {name} is not the previous block's output")
         self.others |= {id(other): other for other in others}
+        # Inputs of the fused node, in the order in which blocks first take them.
         places = list(self.others)
         return tuple(places.index(id(other)) for other in others)
 
@@ -259,6 +267,8 @@ class _FusedBlocks:
             result: Tensor = torch.ops.hydragraph.block(self.given, list(self.others.values()), name)
             self.passed = result.squeeze(0) if hidden.dim() == 2 else result
         else:
+            # Between fused blocks, the hidden state has no node; `enter` only compares its
+            # identity.
             with untraced():
                 self.passed = torch.empty_like(hidden)
         return self.passed
@@ -277,6 +287,7 @@ def _opaque(
         tensors = sorted(positions, key=lambda i: not leaves[i].is_floating_point())  # the hidden state comes first
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
+        # Run one block of each outline, without tracing, to learn the structure of its output.
         if key not in forms.of:
             with untraced(), watched(name, block), _unchanged(block, name), keywords_of_block(keywords):
                 output = own(*arguments, **keywords)

@@ -119,6 +119,8 @@ class UserFunctions:
         return any("training" in names_of(f.__code__) and not _beside_a_rate(f, calls) for f in self.functions.values())
 
     def _follow(self) -> None:
+        # Followed values mention new names, and these names reach more attributes, class members
+        # and module variables. Alternate both searches until neither finds a new value.
         while self._pending:
             while self._pending:
                 value = self._pending.pop()
@@ -140,10 +142,12 @@ class UserFunctions:
             _refuse_live(owner, self._where)
         if isinstance(value, functools.partial):
             self._pending += [value.func, *value.args, *value.keywords.values()]
+            # A text argument may be the (dotted) name of an attribute.
             self.names |= {part for name in value.args if isinstance(name, str) for part in name.split(".")}
         elif isinstance(value, operator.attrgetter):
             self._dynamic = True
         elif type(value).__module__ == "functools":
+            # `functools.lru_cache` and similar objects keep the function they wrap in `__dict__`.
             self._pending += _wrapped(getattr(value, "__dict__", {}).values())
         elif isinstance(owner, type):
             self._add_class(owner)
@@ -159,6 +163,7 @@ class UserFunctions:
                 self._pending += [v for n, v in vars(k).items() if n.startswith("__") and n not in _NOT_FOLLOWED]
 
     def _add(self, function: FunctionType) -> None:
+        # A library's wrapper may contain a function of the user, as decorators do.
         if not _is_users(function):
             self._pending += _wrapped([*vars(function).values(), *variables_of(function).values()])
             return
@@ -187,6 +192,7 @@ class UserFunctions:
 
 def referent(value: Any) -> Any:
     """Dereference a weak reference, proxy or built-in method; return any other value unchanged."""
+    # The methods of a proxy are bound to its referent.
     if type(value) in weakref.ProxyTypes:
         return value.__init__.__self__
     if isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType | type | None):
@@ -256,6 +262,7 @@ def attributes_of(owner: Any) -> Mapping[str, Any]:
     attributes: Mapping[str, Any] = getattr(owner, "__dict__", {})
     if isinstance(owner, nn.Module | type):
         return attributes
+    # Attributes in `__slots__` are not in `__dict__`; classes describe them.
     members = [n for k in type(owner).__mro__ for n, v in vars(k).items() if isinstance(v, MemberDescriptorType)]
     slots = [n for n in members if not n.startswith("__") and hasattr(owner, n)]
     return {**attributes, **{n: getattr(owner, n) for n in slots}} if slots else attributes
@@ -293,6 +300,7 @@ def variables_of(function: FunctionType) -> dict[str, Any]:
 
 def defaults_of(function: FunctionType) -> dict[str, Any]:
     code, values = function.__code__, function.__defaults__ or ()
+    # Defaults belong to the last positional arguments.
     names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
     return {**dict(zip(names, values, strict=False)), **(function.__kwdefaults__ or {})}
 
@@ -367,10 +375,13 @@ def _beside_a_rate(function: FunctionType, calls: bool) -> bool:
     if tree is None:
         return False
     flags = {n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "training"}
+    # beside: reads of `training` in an expression that also names a rate, e.g. in
+    # F.dropout(x, self.dropout, self.training).
     beside: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call | ast.IfExp):
             inside = set(ast.walk(node))
+            # The name of a called function, such as F.dropout, counts only if `calls` is true.
             called = set() if calls else {n.func for n in inside if isinstance(n, ast.Call)}
             attributes = [n.attr for n in inside if isinstance(n, ast.Attribute) and n not in called]
             attributes += [n.id for n in inside if calls and isinstance(n, ast.Name)]

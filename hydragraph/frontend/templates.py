@@ -42,6 +42,7 @@ def capture_template(call: BlockCall, hints: dict[str, int]) -> Template:
     if tokens is not None:
         use_position_ids(graph.graph, tokens)
         use_packed_sequences(graph.graph, tokens)
+    # The added fields continue the numbers of the block's own arguments.
     inputs |= {name: f"other.{len(arguments) - 1 + i}" for i, name in enumerate(ADDED)}
     return template_of(graph, (*tensors, inputs | INPUTS), call.name)
 

@@ -95,7 +95,11 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     Args:
         bounds: the placeholders of cu_seqlens and max_length that the graph uses.
     """
+    # from_bounds: value that depends only on the packing -> its kind.
+    # totals: sums of terms, which are valid results.
     from_bounds = {n: _Bound.BOUNDS if n.name == "cu_seqlens" else _Bound.INDEX for n in bounds}
+    # Row numbers may only select rows. Without bounds or a counted size (rows that a mask selects),
+    # the loss would use them to count the tokens of the packed row.
     selects = bool(bounds) or any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ()))
     totals: set[fx.Node] = set()
     running: set[fx.Node] = set()  # prefix sums over rows; their differences between bounds are terms
@@ -124,6 +128,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
                 return f"{node.target} {_WHOLE_ROW}"
             from_bounds[node] = bound
         elif any(n in running for n in inputs) or _runs_on(node):
+            # A prefix sum mixes rows; only a difference between two bounds is a term again.
             if not _runs(node, running, from_bounds):
                 return f"{node.target} {_ACROSS}"
             if not _is_between_bounds(node, from_bounds):
@@ -138,20 +143,24 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
 def _of_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> _Bound | None:
     """Return the kind of an operator's result, or None if the operator uses positions as data."""
     first, *others = operands(node)
+    # given: kinds of the operands that are bounds, e.g. [BOUNDS] for cu_seqlens[1:].
     given = [told[n] for n in node.all_input_nodes if n in told]
     if node.target in _OF_NEIGHBOURS:
+        # repeat_interleave((2, 3)) is 0 0 1 1 1: the sequence of each token.
         if node.target is aten.repeat_interleave.Tensor and _is_lengths(first, told):
             return _Bound.OWNER
         if given != [_Bound.BOUNDS]:
             return _Bound.INDEX
         if node.target is aten.diff.default and argument_of(node, "n") == 1:
             return _Bound.LENGTH
+        # cu_seqlens[:-1] are the starts of sequences, and cu_seqlens[1:] their ends.
         return (_Bound.END if others[1] else _Bound.START) if _drops_an_end(node) else _Bound.INDEX
     if node.target in _SEARCHES and operands(node)[_SEARCHES[node.target]] in told:
         return _searched(node, told)
     if node.target is aten.repeat_interleave.self_Tensor:
         kind = told.get(first, _Bound.INDEX) if _is_lengths(others[0], told) else _Bound.INDEX
         return _Bound.OWNER if kind is _Bound.COUNT else kind
+    # An index by each token's sequence keeps the kind: starts[owner] are still starts.
     if node.target in (aten.index.Tensor, aten.index_select.default) and set(given) != {_Bound.LENGTH}:
         return told[first] if first in told and given[1:] == [_Bound.OWNER] else _Bound.INDEX
     if set(given) == {_Bound.LENGTH}:
@@ -168,12 +177,14 @@ def _of_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> _Bound | None:
     if node.target in (aten.maximum.default, aten.minimum.default):
         if not set(given) <= _PLACES:
             return given[0] if len(set(given)) == 1 else None
+        # A place inside a sequence bounds the other operand: max(start, end - 8) is inside as well.
         sides = _IN_SEQUENCE | {_Bound.BEFORE if node.target is aten.maximum.default else _Bound.AFTER}
         return _Bound.INSIDE if set(given) <= sides and set(given) & _IN_SEQUENCE else _Bound.INDEX
     return given[0] if node.target in (aten.clamp.default, aten.clamp_min.default) and others == [0] else None
 
 
 def _moved(node: fx.Node, told: Mapping[fx.Node, _Bound], place: fx.Node) -> _Bound:
+    # START + length = END, START + length // 2 = INSIDE, START + 1 = AFTER, END - 1 = INSIDE.
     (by,) = (n for n in operands(node)[:2] if n is not place)
     kind, subtracts = told[place], node.target is aten.sub.Tensor
     if kind is _Bound.START and not subtracts and isinstance(by, fx.Node):
@@ -193,6 +204,8 @@ def _moved(node: fx.Node, told: Mapping[fx.Node, _Bound], place: fx.Node) -> _Bo
 def _searched(node: Any, told: Mapping[fx.Node, _Bound]) -> _Bound:
     bounds, values = (operands(node)[i] for i in (_SEARCHES[node.target], 1 - _SEARCHES[node.target]))
     searches = node.target is aten.searchsorted.Tensor
+    # searchsorted((2, 5), 0..4, right=True) is 0 0 1 1 1: the sequence of each token. In all of
+    # cu_seqlens (0, 2, 5), the results are 1 1 2 2 2.
     right = argument_of(node, "right") or (searches and argument_of(node, "side") == "right")
     if not right or told.get(values) is not _Bound.COUNT:
         return _Bound.INDEX
@@ -221,6 +234,7 @@ def _of_terms(node: fx.Node, told: Mapping[fx.Node, _Bound], totals: set[fx.Node
     inputs = node.all_input_nodes
     if node.target in MADE:  # reads only sizes
         return None
+    # rows: operand -> its dimensions with one entry per row; two of these would pair rows.
     rows = {n: symbolic_dims(n) for n in inputs if _has_rows(n)}
     if any(len(dims) > 1 for dims in rows.values()) or len(symbolic_dims(node)) > 1:
         return _ACROSS
@@ -315,6 +329,8 @@ def _takes_own_rows(node: fx.Node, dim: int, told: Mapping[fx.Node, _Bound]) -> 
     if node.target is aten.repeat_interleave.self_Tensor:
         return _is_lengths(index, told)
     bounds = next((n for n, kind in told.items() if kind is _Bound.BOUNDS), None)
+    # If `first` has one row per sequence, the index must name each token's own sequence; otherwise
+    # it has one row per token, and the index must name a token of that sequence.
     of_sequences = bounds is not None and is_one_less(shape(first)[dim], shape(bounds)[0])
     return told[index] is _Bound.OWNER if of_sequences else told[index] in _IN_SEQUENCE
 

@@ -79,6 +79,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
         tokens: symbol of the token count.
         given: number of the graph's inputs, which are the last placeholders.
     """
+    # rows: value with tokens -> its token dimension, and the order of tokens along it.
     rows: dict[fx.Node, TokenRows] = {}
     # Values that depend on the packing but not on single tokens.
     placeholders = placeholders_of(graph)
@@ -96,6 +97,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
                 return str(teller.target), _ROUTED
         if node.op != "call_function" or is_loss:
             continue
+        # A result of the packing alone may be passed on, but must not enter values with tokens.
         packed = any(n in bounds for n in _data(node)) or _has_other_sizes(node, tokens)
         with_tokens = [n for n in _read(node) if n in rows]
         if packed and not with_tokens:
@@ -110,6 +112,8 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
         if with_tokens:
             attends = node.target in ALONG_SEQUENCES
             seen = viewed(node, rows, dims[0], tokens) if node.target in RESHAPES else None
+            # Attention returns [T, H, D] in the order of the batch; others keep their operands'
+            # order.
             rows[node] = TokenRows(0, 1) if attends else seen or TokenRows(dims[0], rows[with_tokens[0]].order)
     return None
 
@@ -186,6 +190,7 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
     if target in (operator.getitem, communicate) or target in _BATCH_NORMS:
         return True
     if _is_pointwise(node) or target is aten.broadcast_tensors.default:
+        # Broadcasting aligns the last dimensions, so dimension d moves to d + ndim - len(shape(n)).
         return all(dims[n] + ndim - len(shape(n)) == dim for n in with_tokens)
     if target is aten.cosine_similarity.default:
         width = max(len(shape(n)) for n in arguments[:2])
@@ -234,6 +239,7 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
     if target in SPLITS or target in (aten.tensor_split.sections, aten.tensor_split.indices):
         return split_dim(node) != dims[with_tokens[0]]
     if target in (aten.constant_pad_nd.default, aten.pad.default):
+        # The argument lists two numbers per dimension, from the last dimension on.
         padded = {len(shape(first)) - 1 - i // 2 for i, p in enumerate(arguments[1]) if p}
         return dims[first] not in padded
     # A table of the model in which each token looks up a row.
@@ -283,11 +289,13 @@ def _einsum_keeps(node: fx.Node, dims: Mapping[fx.Node, int], dim: int) -> bool:
     widths = [len(shape(part)) - len(term.replace("...", "")) for term, part in zip(terms, parts, strict=True)]
     more = [chr(0x100 + i) for i in range(max(widths))]
     terms = [t.replace("...", "".join(more[len(more) - n :])) for t, n in zip(terms, widths, strict=True)]
+    # For "te,ehd->thd" with the tokens of both sides in dimension 0, letters = {"t"}.
     letters = {term[dims[part]] for term, part in zip(terms, parts, strict=True) if part in dims}
     return len(letters) == 1 and right.replace("...", "".join(more))[dim : dim + 1] in letters
 
 
 def _product_keeps(a: fx.Node, b: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
+    # In a[..., i, k] @ b[..., k, j], tokens may be i, j or a common batch dimension, but not k.
     if a in dims and dims[a] == len(shape(a)) - 1:
         return False
     if b in dims and a not in dims:

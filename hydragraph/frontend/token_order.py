@@ -125,6 +125,7 @@ class RoutingTracker:
 
     def _permutation(self, value: Any) -> RowPointers | None:
         points = self._points(value)
+        # A permutation has one entry for each row of the order that it points to.
         whole = points is not None and multiple_of(shape(value)[0], self._tokens) == points.to
         return points if whole else None
 
@@ -141,6 +142,7 @@ class RoutingTracker:
     def _sort(self, node: fx.Node) -> Followed:
         first = operands(node)[0]
         points = self._permutation(first)
+        # argsort of a permutation is its inverse.
         if points is not None and isinstance(value_of(node), torch.Tensor) and _ascends(node):
             return RowPointers(points.to, points.along)
         order = self._flat(first)
@@ -151,6 +153,7 @@ class RoutingTracker:
         order = self._flat(operands(sort)[0]) if isinstance(sort, fx.Node) and sort.target in _SORTS else None
         if order is None:
             return None
+        # sort returns the sorted values and their indices.
         if part == 1:
             return RowPointers(sort, order)
         self._sorted[node] = sort
@@ -167,6 +170,7 @@ class RoutingTracker:
         along, to = self._points(first) or (None, None)
         if along is None or not floors or type(by) is not int or type(to) is not int or by < 1 or to % by:
             return None
+        # With 2 rows per token, the rows 0 to 5, divided by 2, are the tokens 0 0 1 1 2 2.
         return RowPointers(along, to // by)
 
     def _inverse(self, node: fx.Node) -> Followed:
@@ -196,6 +200,7 @@ class RoutingTracker:
         rows = self._rows.get(first)
         if points is None or rows != TokenRows(dim % len(shape(first)), points.to):
             return None
+        # Indexing a sort's operand by the sort gives its keys in sorted order.
         if isinstance(points.along, fx.Node) and operands(points.along)[0] is first:
             self._sorted[node] = points.along
         return TokenRows(rows.dim, points.along)
@@ -221,6 +226,7 @@ class RoutingTracker:
         points = self._points(index)
         if points is None or self._rows.get(rows) != TokenRows(dim, points.along):
             return None
+        # index_add returns rows to the order `to`, as after experts; `into` must have that order.
         result = TokenRows(dim, points.to)
         fits = self._rows.get(into, result) == result and multiple_of(shape(node)[dim], self._tokens) == points.to
         return result if fits else None
@@ -229,6 +235,8 @@ class RoutingTracker:
         sort = self._sorted.get(operands(node)[0])
         if sort is None or not _ascends(sort) or not _is_choice(operands(sort)[0]):
             return None
+        # One bin per key: with min 0 and max bins - 1, histc counts the keys 0 to bins - 1
+        # separately.
         whole = argument_of(node, "min") == 0 and argument_of(node, "max") == argument_of(node, "bins") - 1
         return Counts(sort, ends=False) if whole else None
 
@@ -242,6 +250,7 @@ class RoutingTracker:
         ends = others[0] if len(others) == 1 else None
         if not isinstance(ends, Counts) or not ends.ends or weight in self._rows or self.tells(weight):
             return None
+        # The ends separate experts only if the rows are in the order of the same sort.
         result = TokenRows(0, ends.sort)
         return result if self._rows.get(first) == result else None
 
@@ -276,6 +285,8 @@ def viewed(node: fx.Node, rows: Mapping[fx.Node, TokenRows], dim: int, tokens: s
     rows_before = rows[first]
     before = shape(first)
     after = shape(node)
+    # here, there: rows per token before and after, e.g. 1 and 2 for [T, 2, H] to [2T, H].
+    # above, now_above: numbers of elements in the dimensions before the token dimension.
     here = multiple_of(before[rows_before.dim], tokens)
     there = multiple_of(after[dim], tokens)
     above, now_above = _elements(before[: rows_before.dim]), _elements(after[:dim])

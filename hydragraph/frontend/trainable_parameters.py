@@ -61,6 +61,7 @@ def learning(
     """Return the trainable parameters that get a gradient; warn about parameters that the loss does not use."""
     flows = {name: reached(templates[name].graph) for name in {block.template for block in blocks}}
     names: set[str] = set()
+    # A gradient reaches a block only if the next block passes it on to its hidden input.
     for block in reversed(blocks):
         template = templates[block.template]
         flow = flows[block.template]

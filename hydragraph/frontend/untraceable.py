@@ -150,6 +150,7 @@ def refuse_own_backward(result: Tensor, where: str) -> None:
 @contextlib.contextmanager
 def watched(where: str, module: nn.Module) -> Iterator[None]:
     """Raise Unsupported if a forward has custom backwards or hooks, draws Python random numbers, or changes state."""
+    # Note numbers, other state and random generators, and compare them after the forward.
     random_before = _random_state()
     numbers = _numbers(module)
     places = _places_of(module)
@@ -223,6 +224,7 @@ def _state_in(place: str, value: object, seen: dict[int, object], depth: int = 4
     if isinstance(value, str | bytes | bytearray | Number | np.generic):
         yield place, repr(value)
         return
+    # The reference to `value` prevents the reuse of its id.
     seen[id(value)] = value
     kind = value if isinstance(value, type) else type(value)
     if isinstance(value, np.ndarray):

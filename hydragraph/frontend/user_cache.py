@@ -68,5 +68,6 @@ def evict(kind: str, most: int) -> None:
         with contextlib.suppress(OSError):  # another process may have deleted the file
             if path.is_file():
                 used.append((path.stat().st_mtime, path))
+    # Keep three quarters, so that only every `most / 4`-th write has to delete files.
     for _, path in sorted(used)[: len(used) - most * 3 // 4]:
         path.unlink(missing_ok=True)

@@ -55,6 +55,7 @@ def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> No
             own = error
         except Exception as error:  # `error` may not be picklable
             own = RuntimeError(f"check: {type(error).__name__}: {error}")
+    # All ranks take part in the gather before any raises, so none waits for a rank that left.
     for failure in (own, *world.gather(own)):
         if failure is not None:
             raise failure

@@ -114,12 +114,14 @@ def add_captured(batch: CapturedBatch, ran: Sequence[tuple[Block, Variant]], sum
         sums: gradient sums by parameter name, modified in place.
     """
     with torch.no_grad(), default_dtype(batch.wide):
+        # saved[i]: the values that the forward of block i saves for its backward.
         saved: list[list[Any]] = []
         hidden: Any = None
         for block, variant in ran:
             values = batch.inputs(block) | {"hidden": hidden}
             hidden, *kept = runner(variant.forward, batch.wide)(*(values[n] for n in variant.inputs))
             saved.append(kept)
+        # The last block is the head, whose result is the loss.
         loss: Tensor = hidden
         tangent = torch.ones_like(loss)
         for block, variant in reversed(ran):
@@ -136,6 +138,7 @@ def depends_on_padding(batch: CapturedBatch, head: tuple[Block, Variant], tolera
     block, variant = head
     wide = batch.wide
     template = batch.program.templates[block.template]
+    # The tokens from `real` on are padding, the last sequence of the batch.
     tokens, real = (int(end) for end in batch.batch["cu_seqlens"][[-1, -2]])
     (like,) = (value_of(n) for n in template.graph.graph.nodes if n.name == "hidden")
     sizes = [s if isinstance(s, int) else tokens for s in like.shape]
@@ -145,6 +148,8 @@ def depends_on_padding(batch: CapturedBatch, head: tuple[Block, Variant], tolera
         for weight, size in _SCALES:
             values = inputs | {name: inputs[name] * weight for name in template.parameters}
             losses = []
+            # The loss must not depend on the padding's values: opposite values must give equal
+            # losses, and the padding's gradient must be zero.
             for factor in (size, -size):
                 values["hidden"] = torch.cat([hidden[:, :real], hidden[:, real:] * factor], 1)
                 loss, *saved = runner(variant.forward, wide)(*(values[n] for n in variant.inputs))

@@ -83,6 +83,7 @@ def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list
     def work(index: int) -> Any:
         try:
             result = function(EmulatedCollectives(barrier, index))
+            # A rank that ends while another calls a collective is an error, not a hang.
             barrier.exchange(index, _END)
         except Exception:
             barrier.abort()
@@ -93,5 +94,6 @@ def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list
         futures = [pool.submit(work, index) for index in range(size)]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
+        # The other ranks only report that the failed rank broke the barrier.
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     return [future.result() for future in futures]

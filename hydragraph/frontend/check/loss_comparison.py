@@ -84,6 +84,7 @@ class GradientComparison:
         infinite = any(not math.isfinite(error) and name not in self._told_apart for name, error in errors.items())
         if not self._finite or infinite or not math.isfinite(expected):
             return None
+        # everything: norm of all gradients together; rounding in large ones reaches small ones.
         everything = math.sqrt(sum(norm**2 for norm in self._norms.values()))
 
         def difference(name: str, error: float, norm: float, limit: float) -> Difference:
@@ -95,6 +96,7 @@ class GradientComparison:
         for name, error in errors.items():
             norm = self._norms.get(name, 0.0)
             rows.append(difference(name, error, norm, bound.own * norm + bound.all * everything))
+        # If ratios are equal, such as infinite, a gradient's name helps more than the loss.
         return max(rows, key=lambda row: (row.ratio, row.parameter != ""))
 
 

@@ -75,6 +75,8 @@ class Widths:
             return True
         if value * of_narrow <= 0:
             return False
+        # Sizes scale by the factor or its square (products of two widths); other numbers by powers
+        # of its root, as head_dim ** -0.5.
         exponent = math.log(value / of_narrow, self.factor)
         if number.isdecimal() and narrow.isdecimal():
             return abs(exponent - 1) < 1e-9 or abs(exponent - 2) < 1e-9
@@ -153,12 +155,14 @@ class LibraryModel:
 def _divide(config: Any, factor: int) -> frozenset[tuple[int, int]] | None:
     """Divide a config's widths; return changed token ids, or None if heads would be too narrow."""
     values = vars(config)
+    # Without head_dim, a model divides its hidden size by its heads; the result must stay whole.
     if values.get("head_dim") is None:
         hidden, heads = (next((values[n] for n in names if n in values), None) for names in (_HIDDEN, _HEADS))
         if not hidden or not heads or hidden % (heads * factor) or hidden < heads * factor * _LEAST:
             return None
     widths = {name: value for name, value in values.items() if type(value) is int and _WIDTH.search(name)}
     values.update({n: v // factor for n, v in widths.items() if v % factor == 0 and v >= factor * _LEAST})
+    # Special tokens beyond the smaller vocabulary become its last token.
     last = values.get("vocab_size", math.inf) - 1
     outside = {n: v for n, v in values.items() if n.endswith("token_id") and type(v) is int and v > last}
     values.update(dict.fromkeys(outside, last))

@@ -164,6 +164,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
             return replace(checked, problem=result)
     refuse_other_results(subject, variants, comparer.lengths)
     done = [result for result in results if not isinstance(result, str)]
+    # `ratio` is relative to the allowed error; the product is relative to the gradient's norm.
     errors = [difference.ratio * attempt.bound.own for difference, attempt in done]
     worst, attempt = done[errors.index(max(errors))]
     return replace(
@@ -192,6 +193,8 @@ def _groups(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
     chosen = list(range(len(sizes)))
     if mode == "auto":
         trainable = {name: parameter.trainable for name, parameter in subject.program.parameters.items()}
+        # kinds[i]: graph of block i, and which of its parameters are trained. Compare the first
+        # block of each kind, and the last one if memory allows.
         kinds = [(b.template, *map(trainable.get, b.parameters)) for b in subject.program.blocks[1:-1]]
         chosen = sorted({kinds.index(kind) for kind in kinds})
         last = sorted({len(kinds) - 1 - kinds[::-1].index(kind) for kind in kinds} - set(chosen))
@@ -234,6 +237,7 @@ class _Comparer:
             except _Unrunnable as error:
                 if error.side == "captured":
                     failed.append((error, attempt))
+                    # Training would fail like this attempt, so no other attempt can help.
                     if attempt.is_training(program.dtype):
                         break
                 elif not failed:
@@ -252,6 +256,7 @@ class _Comparer:
 
     def _attempt(self, group: tuple[int, ...], attempt: Attempt) -> Difference | None:
         subject, program, wide = self.subject, self.subject.program, attempt.wide
+        # Draw weights, sequences and batches from the attempt's seed.
         weights = DrawnWeights(attempt.seed, attempt.dtype, attempt.copied)
         model = reduced(subject.model, subject.blocks, group, self.forms, weights)
         loss_function = wide_loss(subject.loss, wide)
@@ -260,11 +265,13 @@ class _Comparer:
         sequences = draw_sequences(self.lengths, ids_of(subject.model, program), program, subject.example, attempt.seed)
         packed = batches(sequences, attempt.seed if program.drops else None)
         captured = [CapturedBatch(program, tensors, batch, wide) for batch, _ in packed]
+        # times[i]: number of batches with sequence i; `sums` adds up the gradients of all batches.
         times = Counter(i for _, indices in packed for i in indices)
         sums: dict[str, Tensor] = {}
         loss = torch.zeros((), dtype=torch.float64)
         failed: _Unrunnable | None = None
         ran: list[tuple[Block, Variant]] = []
+        # Run the captured graphs on the packed batches.
         try:
             with _side("captured"):
                 ran = [(block, self.variants.get(block, StagePart())) for block in _kept(program, group)]
@@ -273,7 +280,9 @@ class _Comparer:
         except _Unrunnable as error:
             if attempt.is_training(program.dtype):
                 raise
+            # Run the model before raising this error: if it fails as well, its own error matters.
             failed = error
+        # Run the model on one sequence at a time; each of its gradients is subtracted, then freed.
         comparison = GradientComparison(sums)
         expected = torch.zeros((), dtype=torch.float64)
         with _side("alone"):
@@ -285,6 +294,7 @@ class _Comparer:
             raise failed
         tokens = tuple(int(batch["input_ids"].shape[1]) for batch, _ in packed)
         difference = comparison.worst(float(loss), float(expected), attempt.bound, tokens)
+        # A custom loss may read padding, which the default loss ignores.
         padded = difference is not None and difference.ratio <= 1 and subject.loss is not token_cross_entropy
         if padded and depends_on_padding(captured[-1], ran[-1], attempt.bound.own):
             where = f"{type(subject.model).__name__} after its last block"
@@ -319,6 +329,7 @@ class _Comparer:
                 return True
             return difference is not None and difference.ratio > 1
 
+        # The empty group keeps no block, so only the parts around the blocks are compared.
         if differs(()):
             return f"{name} before its first block or after its last"
         culprit = next((i for i in group if differs((i,))), None)

@@ -41,6 +41,7 @@ def lengths_of(model: nn.Module, program: Program, parameters: int) -> ProbeLeng
     most = min([LONGEST, max(48, int(_WORK / (12 * max(parameters, 1)))), *places])
     limits = {(name, value) for name, value in settings if _LIMITS.search(name) and value > 1}
     reached = [value for _, value in limits if value + _BEYOND <= most]
+    # beyond: limits above the longest affordable sequence, but within the model's positions.
     beyond = sorted((n, v) for n, v in limits if most < v + _BEYOND <= min([v + _BEYOND, *places]))
     first, second, *others = _FEW if parameters > LARGE else _SHORT
     long = min(max([second, *(value + _BEYOND for value in reached)]), most)

@@ -40,6 +40,7 @@ class ProbeIds:
         """Draw token ids, [length] int64."""
         plain = torch.tensor([i for i in range(min(self.count, 4096)) if i not in self.special] or [0])
         ids = plain[torch.randint(0, len(plain), (length,), generator=generator)]
+        # In a large vocabulary, half of the ids are 4096 or more.
         if self.count > len(plain) + len(self.special):
             high = torch.randint(4096, self.count, (length,), generator=generator)
             ids = torch.where(torch.rand(length, generator=generator) < 0.5, ids, high)
@@ -109,6 +110,8 @@ def batches(sequences: list[Sequence], key: int | None = None) -> list[tuple[dic
     draws = None if key is None else DropoutNumbers(key, range(len(sequences)))
     tokens = sum(map(len, sequences))
     padded = next((n for n in _PADDED if tokens % n), tokens + 1)
+    # orders: (indices of sequences, multiple of the token count). The second batch is padded and in
+    # reverse order, so that sequences have other neighbours and offsets.
     orders = ((list(range(min(2, len(sequences)))), 1), (list(reversed(range(len(sequences)))), padded))
     return [
         (pack([sequences[i] for i in order], multiple, draws=draws and draws.of(order)), order)

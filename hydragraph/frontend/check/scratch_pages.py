@@ -33,6 +33,7 @@ def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 def reused() -> Iterator[None]:
     """Make glibc keep freed memory for reuse until the context exits."""
     libc = _glibc()
+    # Without mmap and trimming, freed memory stays in the heap, and its pages are mapped already.
     for option, value in _KEEPING if libc else ():
         libc.mallopt(option, value)
     try:

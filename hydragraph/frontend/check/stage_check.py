@@ -90,6 +90,8 @@ class StageCheck:
         errors = [0.0]
         left = dict[str, str]()
         for block, form in self._work(strategy):
+            # key: all that the graphs depend on. lasting: its digest, which a compiled folder
+            # stores.
             key = self._key(block, form)
             lasting = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
             if key in self._passed or lasting in self.passed:
@@ -99,6 +101,7 @@ class StageCheck:
                 self.passed[lasting] = line
                 self._passed.add(key)
                 continue
+            # Compare a large block at smaller widths, or at full size if this is impossible.
             size = sum(self._program.parameters[name].size for name in block.parameters)
             error = self._compare_narrow(block, form) if size > LARGE else None
             if error is None and size > LARGEST:
@@ -110,6 +113,7 @@ class StageCheck:
                 forms.add(form)
                 self.passed[lasting] = f"{block.name} under <{form.text}>"
                 remember(stored, self.passed[lasting])
+            # Blocks that cannot be compared are not tried again in this process.
             self._passed.add(key)
         if left:
             named = "; ".join(f"{name} ({why})" for name, why in left.items())
@@ -159,6 +163,8 @@ class StageCheck:
         other, widths = self._narrow
         of_copy = other._program.blocks[self._program.outline.index[block.name]]
         for part in form.parts():
+            # The narrow result counts only if the graphs of every rank differ in nothing but
+            # widths.
             texts = (variant_text(v) for v in (self._cut.get(block, part), other._cut.get(of_copy, part)))
             if not widths.equal(*texts):
                 return None
@@ -266,6 +272,8 @@ class _Stage:
         tp = self.form.tp
         own: dict[str, Any] = {**self.inputs, COLLECTIVES: collectives}
         for name, parameter in self.parameters.items():
+            # Cut this rank's intervals out of the flat parameter, and restore the shape of the
+            # shard.
             flat = parameter.canonical(self.inputs[name])
             own[name] = parameter.natural(torch.cat([flat[a:b] for a, b in parameter.intervals(tp, index)]), tp, index)
         own |= vocabulary_starts(self.variants[index], self.parameters, StagePart(StageKind(tp), index))

@@ -70,6 +70,7 @@ def refuse_other_results(subject: CheckedModel, variants: Variants, lengths: Pro
         captured = _of_graphs(CapturedBatch(program, tensors, packed, _WIDE), variants)
         if not math.isfinite(captured) or not math.isfinite(expected):
             continue
+        # One equal sequence suffices, because rounding may change the experts of another.
         if abs(captured - expected) <= _ERROR * max(abs(expected), 1e-3):
             return
         differing.append((captured, expected))
@@ -111,6 +112,7 @@ def _refuse_own_loss(
     if not isinstance(own, Tensor) or own.numel() != 1 or not isinstance(logits, Tensor):
         return
     returned = float(own.detach())
+    # usual: sum and mean over targets, of the labels as they are and shifted by the model.
     later = labels[0, 1:]
     shifted = F.cross_entropy(logits.float().flatten(0, -2)[:-1], later, ignore_index=IGNORED, reduction="sum")
     sums = [(expected, labels), (float(shifted.detach()), later)]  # a model may shift labels a second time

@@ -97,6 +97,7 @@ def load(
         again = f"hydragraph compile CONFIG --ranks {ranks} --output {folder}"
         remedy = f"start {manifest.ranks} ranks, or write the folder again: {again}"
         raise Refused(folder, f"the folder was compiled for {manifest.ranks} ranks, but this run has {ranks}", remedy)
+    # Read and verify all files, including code, before any is used.
     loaded, contents = _read(folder, manifest, manifest.files)
     program = loaded.program
     if dtype not in (None, program.dtype):

@@ -96,6 +96,7 @@ class FolderManifest:
     def text(self) -> str:
         content = {"format": FORMAT, **asdict(self)}
         body = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+        # The last entry is the digest of the text without this entry.
         digest = hashlib.sha256(body.encode()).hexdigest()
         return body.removesuffix("\n}") + f',\n "sha256": "{digest}"\n}}\n'
 
@@ -120,6 +121,7 @@ def read_manifest(folder: Path) -> FolderManifest:
         record_schema.fields(manifest.model, PARTS, f"{NAME}: model")
     except MalformedRecord as error:
         raise Refused(folder, f"{NAME} is damaged: {error}") from None
+    # The parsed manifest must give the same bytes, including their digest.
     if manifest.text().encode() != written:
         raise Refused(folder, f"{NAME} was changed after it was written")
     return manifest
@@ -146,6 +148,7 @@ def read_file(folder: Path, path: str, files: Mapping[str, ExpectedFile]) -> byt
     try:
         if place.is_symlink() or not place.resolve(strict=True).is_relative_to(folder.resolve()) or not place.is_file():
             raise Refused(folder, f"{path} is a link, leads out of the folder, or is not a plain file")
+        # Compare sizes first, so that a wrong file is not read into memory.
         if expected.bytes > LARGEST_FILE or os.stat(place).st_size != expected.bytes:
             raise Refused(folder, f"{path} has {os.stat(place).st_size} bytes, but {NAME} lists {expected.bytes}")
         content = place.read_bytes()

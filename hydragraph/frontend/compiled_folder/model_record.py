@@ -102,6 +102,7 @@ def _mode(model: nn.Module) -> str:
 
 
 def _tensors(model: nn.Module) -> list[tuple[Any, ...]]:
+    # numbers: id of a parameter -> its number, which is equal under all names of a tied parameter.
     numbers: dict[int, int] = {}
     parameters = [
         (name, tuple(p.shape), p.requires_grad, numbers.setdefault(id(p), len(numbers)))
@@ -141,6 +142,7 @@ def _code(model: nn.Module) -> Mapping[str, str]:
         for kind in sorted(classes, key=lambda kind: kind.__qualname__):
             digest.update(repr((kind.__qualname__, sorted(_methods(kind)))).encode())
         digests[module] = digest.hexdigest()
+    # Replaced methods are part of their class's digest; other patches get their own.
     methods = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
     for place, value in LibraryCode(model).patches:
         if place.rpartition(".")[0] not in methods and place not in methods:

@@ -153,6 +153,7 @@ def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
         refuse(where, "the backward computes an untrained value's gradient, or one parameter's gradient twice")
     if "hidden" in variant.added:
         refuse(where, "the gradient of the hidden state is accumulated")
+    # Each added gradient takes two values: the sum, and whether it has a value yet.
     if len(placeholders_of(variant.backward)) != len(variant.needs) + 2 * len(variant.added):
         refuse(where, "the backward takes a different number of values than the file states")
     if len(results_of(variant.backward)) != len(variant.gradients):

@@ -45,6 +45,8 @@ class NamedVariant:
 
 def named_variants(variants: Variants, strategies: Iterable[Strategy]) -> list[NamedVariant]:
     program = variants.program
+    # first: form of a block -> the first block of this form, whose graphs stand for all.
+    # serving: name of that block -> all blocks of the form.
     first: dict[Hashable, Block] = {}
     serving: dict[str, list[str]] = {}
     for block in program.blocks:
@@ -60,6 +62,7 @@ def named_variants(variants: Variants, strategies: Iterable[Strategy]) -> list[N
 
 
 def _of_kind(variants: Variants, block: Block, kind: StageKind, serving: Sequence[str]) -> Iterator[NamedVariant]:
+    # Ranks with equal graphs share a file.
     parts: dict[Variant, list[StagePart]] = {}
     for part in kind.parts():
         parts.setdefault(variants.get(block, part), []).append(part)
@@ -87,6 +90,7 @@ def save(
         ValueError: a graph cannot be represented as data, or calls a forbidden operator.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # The manifest goes first and returns last, so an interrupted folder is never loaded.
     (folder / NAME).unlink(missing_ok=True)
     (folder / GRAPHS).mkdir(exist_ok=True)
     data = program_data(program)
