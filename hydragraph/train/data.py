@@ -175,9 +175,11 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     existing = _known_tokenizer(config)
     names = _corpora(data)
     directory = _cache(config) / _key(config, existing)
+    # The name of the directory is a digest of all inputs, so complete files are never outdated.
     if _is_whole(directory, names):
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
+    # Files are written to a hidden directory, which is renamed when all are complete.
     partial = directory.with_name(f".{directory.name}.partial")
     with _alone(partial):
         if _is_whole(directory, names):  # another process created the directory
@@ -204,6 +206,7 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
         directory.rmdir()
     encoder = _encoder(config, partial)
     for name, (where, source) in _corpora(config.data).items():
+        # An earlier, interrupted call has written this file.
         if (partial / name).is_file():
             continue
         what = "writing the token file" if name == f"{_TOKENS}.bin" else f"writing {name}"
@@ -351,6 +354,7 @@ def mini_batches(config: TrainConfig, tokens: PreparedCorpus, scores: Scores | N
     Raises:
         ValueError: `data.overlong` is "refuse", and a document is too long.
     """
+    # Every corpus is a stream of its own; a mixture draws from them by `data.weights`.
     members = [_training_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
     for i, member in enumerate(members):
         member.scores = None if scores is None else scores[train_name(i)]
@@ -420,6 +424,7 @@ def steps_of(config: TrainConfig, batches: Mixture) -> int:
         raise ValueError(
             f"epochs is {config.epochs:g}, which takes {left / config.data.tokens_per_step:.0e} steps: lower epochs"
         )
+    # `skip` returns the lengths of the next mini-batch without reading its tokens.
     while left > 0:
         left -= sum(batches.skip())
         steps += 1
@@ -435,6 +440,7 @@ def parts_of_epochs(batches: Mixture, parts: int, steps: int) -> frozenset[int]:
     complete = set[int]()
     drawn = 0
     for step in range(1, steps + 1) if parts else ():
+        # With 1,000 tokens and 4 parts, part 1 ends at the first step with 250 drawn tokens.
         before = drawn * parts // batches.tokens
         drawn += sum(batches.skip())
         if drawn * parts // batches.tokens > before:

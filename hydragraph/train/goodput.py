@@ -70,6 +70,8 @@ def account(metrics: Sequence[Metrics], events: Sequence[RunEvent] = (), rate: f
     seconds = sum(gap.seconds for gap in gaps)
     if not seconds > 0:
         return None
+    # full: seconds that each gap's tokens take at full speed. rest: what neither training at full
+    # speed nor a pause explains.
     whole = [gap for gap in gaps if gap.whole]
     if rate is None:
         rate = sum(gap.tokens for gap in whole) / sum(gap.seconds for gap in whole) if whole else 0.0
@@ -91,6 +93,7 @@ def account(metrics: Sequence[Metrics], events: Sequence[RunEvent] = (), rate: f
 
 
 def _gaps(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Iterator[_Gap]:
+    # ends: (time, tokens) of each logged step. pauses and stops: (since, until), in seconds.
     ends = [(seconds_of(m.time), m.processed) for m in metrics if m.time]
     pauses = _joined([(event.at - event.seconds, event.at) for event in events if event.event == "resumed"])
     stops = list(_stops(events))
@@ -108,6 +111,8 @@ def _overlap(begin: float, end: float, intervals: Sequence[tuple[float, float]])
 
 def _stops(events: Sequence[RunEvent]) -> Iterator[tuple[float, float]]:
     for last, event in pairwise(events):
+        # A session that ends with a checkpoint and continues from it later: the time between is not
+        # training time.
         if last.event == "saved" and event.event == "resumed" and not event.seconds and event.step == last.step:
             yield last.at, event.at
 
@@ -128,6 +133,7 @@ def _undisturbed(events: Sequence[RunEvent], until: float) -> bool:
             slow.difference_update(event.ranks)
         elif event.event == "resumed":
             slow.clear()  # ranks are renumbered and measured again
+            # A resumed event without a pause starts a session, in which all ranks are present.
             missing = missing if event.seconds else 0
     return not missing and not slow
 

@@ -117,6 +117,7 @@ def train(
             owned.enter_context(folder.owned())
             return as_stored, last
 
+        # Only rank 0 locks the folder; all ranks get its config and checkpoint, or its error.
         found = together(world, "locking the run's folder", world.rank == 0, own)[0]
         assert found is not None
         _refuse_apart(world, folder)
@@ -155,6 +156,8 @@ def _with_stored_heldout(config: TrainConfig, last: Checkpoint | None) -> TrainC
         stored = read_extra(last.path)["user"]["mini_batches"]
     except Exception:  # `load` reports damage
         return config
+    # The default fraction depends on other settings. A continued run keeps its split, so that it
+    # does not train on documents that were held out.
     heldout = stored.get("members", [stored])[0]["heldout"]
     return config if heldout == config.held_out else replace(config, data=replace(config.data, heldout=heldout))
 
@@ -192,6 +195,7 @@ class _RunInputs:
         config: TrainConfig, tokens: PreparedCorpus, model: nn.Module, ranks: int, launched: _Launched, joins: bool
     ) -> _RunInputs:
         strategies = () if config.automatic else read_strategies(config.strategies, model, ranks)
+        # Counting the steps of `epochs` needs the documents' lengths.
         config = replace(config, steps=steps_of(config, mini_batches(config, tokens)), epochs=None)
         reference = None
         if config.objective is not None and config.objective.needs_reference:
@@ -230,6 +234,7 @@ def _session(given: TrainConfig, start: _Start, launched: _Launched, owned: Exit
     world = launched.world
     folder = launched.folder
     leader = launched.leader
+    # Check the config and the data on every host before any rank builds a model.
     ranks = world.ranks if (member := here()) is None else member.ranks  # some ranks may join `world` later
     together(world, "checking the config", world.local_rank == 0, lambda: check_settings(given, ranks))
     together(world, "checking the places for checkpoint pieces", world.local_rank == 0, lambda: check_places(given))
@@ -243,6 +248,7 @@ def _session(given: TrainConfig, start: _Start, launched: _Launched, owned: Exit
         unintended = remarks(given, prepared.model, prepared.strategies, ranks, batches, config.steps)
         for sentence in (*data_remarks(config), *length_remarks(config, tokens), *unintended):
             leader.note(sentence)
+    # Compile, then load weights unless a checkpoint will replace them.
     executor = _compiled(prepared)
     if prepared.strategies and world.ranks < ranks:
         prepared = replace(prepared, strategies=executor.strategies)
@@ -259,6 +265,7 @@ def _session(given: TrainConfig, start: _Start, launched: _Launched, owned: Exit
             executor.close()
             return RunOutcome(folder, (), stop)
         evaluation = prepared.evaluation()
+        # Continue: load the checkpoint, which may be an earlier one if the last is damaged.
         if last is not None:
             last, done = _load(prepared, executor, batches, last, start.step is None)
             together(world, "continuing in the run's folder", world.rank == 0, begin)
@@ -292,6 +299,7 @@ def _session(given: TrainConfig, start: _Start, launched: _Launched, owned: Exit
             for sentence in (*executor.planning.explanation, *filter(None, [executor.decision])):
                 leader.note(sentence)
             leader.started(done, config.steps)
+        # positions: step -> position in the data after this step.
         positions: dict[int, Mapping[str, Any]] = {done: dict(batches.state_dict())}
         saved = 0 if last is None else last.step
         coming = ahead_of(run, batches)
@@ -316,6 +324,7 @@ def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: Mixture, st
 def _score(prepared: _RunInputs, executor: Any, start: _Start) -> int:
     launched = prepared.launched
     world = launched.world
+    # missing[i]: answers of one mini-batch whose scores no earlier session has computed.
     reference, weights = prepared.reference, prepared.config.model.weights
     missing: list[list[tuple[str, int]]] = [] if reference is None else reference.missing(prepared.config)
     if reference is None or not missing:
@@ -428,6 +437,8 @@ def _joined(run: Run, state: TrainState, prepared: _RunInputs, given: TrainConfi
 def _follow(run: Run, state: TrainState, owned: ExitStack, prepared: _RunInputs) -> RunOutcome:
     """Train to the end; if ranks are lost, continue with the remaining and joining ranks."""
     failure: RankFailure | Stopped | None = None
+    # Each round of the loop trains with fixed members. A lost, joining or leaving rank ends the
+    # round with an exception, and `go_on` prepares the next round.
     changed = state.done < 0  # whether this rank is joining
     while True:
         try:
@@ -464,6 +475,7 @@ def _steps(run: Run, state: TrainState, stopping: Requests) -> int:
     """Train to the end and return 0; if a rank is asked to stop, return the reason."""
     config = run.config
     executor = run.executor
+    # All ranks agree on `signal` in each step, so they stop after the same step.
     executor.listens = lambda: stopping.signal
     first = state.done + 1
     for step in range(first, config.steps + 1):
@@ -474,11 +486,14 @@ def _steps(run: Run, state: TrainState, stopping: Requests) -> int:
             write_spans(run)
         sequences = state.coming.take(config.steps + 1 - step)
         try:
+            # A step that requests a move of state is not trained: begin the move, then train the
+            # step.
             while not _trained(run, state, step, sequences, stopping.signal):
                 _rehome(run)
         except Stopped as request:
             if request.reason >= CALLED:
                 raise
+            # The interrupted step is not trained, so the state is that of the step before it.
             if state.saved < step - 1:
                 checkpoint(run, state)
             return request.reason
@@ -503,6 +518,7 @@ def _stop_early(run: Run, state: TrainState) -> None:
 
 def _trained(run: Run, state: TrainState, step: int, sequences: list[Drawn], signal: int) -> bool:
     following = run.controller.following if run.controller is not None else None
+    # Only the leading rank knows of a move; the agreement on stop requests tells all ranks.
     moves = following is not None and following.next is not None
     run.executor.stopping = MOVES if moves else signal
     try:
@@ -530,6 +546,8 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
     config = run.config
     strategy = run.strategy_of(step)
     following = state.coming.following
+    # A promise lets ranks agree on the next step during this one. Between the two steps, there must
+    # not be another meeting of the ranks.
     if following is not None and run.pairs is None and not _meets_after(run, step):
         run.executor.promise(following, run.strategy_of(step + 1))
     lr = learning_rate(step, config.steps, config.optimizer.lr, config.schedule)
@@ -548,6 +566,7 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
     state.last = (step, report)
     state.done = step
     state.positions[step] = dict(state.coming.position)
+    # A rank that cannot be lost needs only its last position; others may return to a checkpoint.
     if not elastic():
         state.positions = {step: state.positions[step]}
     if run.executor.spans is not None:
@@ -603,6 +622,7 @@ def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Prepar
     tokens = open_tokens(config, prepare(config))
     if reads:  # the files may change before a rank joins
         keep(tokens.directory, "data", "data")
+    # Hosts prepare their files separately, so the corpora may differ.
     fingerprints = world.gather(tokens.fingerprint)
     if len(set(fingerprints)) > 1:
         different = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])

@@ -29,6 +29,7 @@ class MiniBatchLookahead:
 
     def take(self, left: int) -> list[Drawn]:
         """Return the next of the `left` remaining mini-batches."""
+        # At least one more than this step's, so that `following` is known before the step ends.
         upcoming = min(left, 1 + max(1, self._count))
         while len(self._waiting) < upcoming:
             batch = next(self._source)

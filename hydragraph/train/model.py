@@ -215,6 +215,7 @@ def _changed_config(config: ModelConfig) -> Any:
         return settings
     kind = type(settings)
     original = settings.to_dict()
+    # aliases: other name of a setting -> its name in the config, such as hidden_size -> n_embd.
     aliases = getattr(kind, "attribute_map", {})
     changes = {aliases.get(name, name): value for name, value in config.config.items()}
     _check_known(changes, original, aliases, kind.__name__)
@@ -299,6 +300,7 @@ def _model_class(name: str) -> Any:
 def _check_names(kind: type[Any], settings: Mapping[str, Any], architecture: type[Any]) -> None:
     if not is_dataclass(kind):
         return
+    # Config classes accept any setting, so a misspelled one would have no effect.
     read = re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", inspect.getsource(sys.modules[architecture.__module__]))
     names = (
         set(read) | {field.name for field in fields(kind)} | set(getattr(kind, "attribute_map", {})) | {"rope_theta"}

@@ -40,6 +40,7 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.d
         if name not in accepted:
             raise ValueError(f"optimizer.{name}: {config.name} has no such setting: leave it out")
     norms = {p for m in model.modules() if "Norm" in type(m).__name__ for p in m.parameters(recurse=False)}
+    # Only matrices decay, not biases and norms.
     matrices = {
         name
         for name, parameter in model.named_parameters()
@@ -71,6 +72,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
     stable = schedule.stable_until(steps)
     if step <= stable:
         return peak
+    # part: finished fraction of the decay, from 0 at step `stable` to 1 at the last step.
     part = min((step - stable) / max(steps - stable, 1), 1.0)
     heights = {"cosine": 0.5 * (1 + math.cos(math.pi * part)), "linear": 1 - part, "wsd": 1 - part}
     return peak * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * heights[schedule.decay])

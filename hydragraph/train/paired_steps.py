@@ -47,6 +47,8 @@ class PairedSteps:
     def step(self, sequences: Sequence[Drawn], strategy: Strategy | None) -> PairReport:
         """Train on a mini-batch; after a FloatingPointError, the weights are unchanged."""
         began = time.perf_counter()
+        # The weights are the derivatives of the pair losses at the current scores, so training on
+        # weighted token losses has the gradient of the pair losses.
         pairs = self.evaluate(sequences, strategy)
         scoring_s = time.perf_counter() - began
         report = self.executor.step(_weighted(sequences, pairs.weights), strategy, divide_by=len(sequences) // 2)

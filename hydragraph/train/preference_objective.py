@@ -68,6 +68,7 @@ def losses(loss: PairLoss, chosen: Answers, rejected: Answers) -> Tensor:
 
 def _log_odds(means: Tensor) -> Tensor:
     """Return log(p / (1 - p)) for p = exp(means)."""
+    # log(1 - p) = log(-expm1(log p)) is accurate even if p is almost 0 or 1.
     sure = means.clamp(max=_SURE)
     return sure - torch.log(-torch.expm1(sure))
 
@@ -113,8 +114,10 @@ def evaluate_pairs(loss: PairLoss, scores: Tensor, targets: Tensor, reference: T
             raise FloatingPointError(f"the {what} of an answer is not finite, in pair {pair} of the mini-batch")
     scores = scores.double().requires_grad_()
     columns = scores, targets.double(), reference.double()
+    # Even positions are preferred answers, odd ones rejected answers.
     chosen, rejected = (Answers(*(column[i::2] for column in columns)) for i in (0, 1))
     pair_losses = losses(loss, chosen, rejected)
+    # slopes: derivative of the loss by each score. Token losses are -log p, so weights are -slopes.
     (slopes,) = torch.autograd.grad(pair_losses.sum(), scores)
     with torch.no_grad():
         better = rewards(loss, chosen)

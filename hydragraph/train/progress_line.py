@@ -65,6 +65,7 @@ class Screen:
             self._part = (part, now)
         began, since = self._part
         left = ""
+        # The remaining time extrapolates the speed since the activity began.
         if began < part < 1 and now - since >= _TELLING_S:
             left = f", {duration_text((now - since) * (1 - part) / (part - began))} left"
         self._show(what, documents, None, f"documents{left}")
@@ -76,6 +77,7 @@ class Screen:
 
     def stepped(self, metrics: Metrics) -> None:
         now = self._clock()
+        # The first step is not timed, because it compiles graphs.
         self._first = self._first or (metrics.step, now)
         strategy = metrics.strategy.partition("@")[0]  # omit the strategy's fingerprint
         numbers = "  ".join(filter(None, (*_numbers(metrics), self._left(metrics.step, now), strategy)))

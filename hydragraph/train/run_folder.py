@@ -167,6 +167,8 @@ class RunFolder:
         ended = threading.Event()
         waiting = threading.Thread(target=_lock, args=(lock, ended), name="hydragraph-folder", daemon=True)
         try:
+            # A lost rank's process may still hold the lock. After the deadline, training continues,
+            # and a thread takes the lock when it is released.
             deadline = time.monotonic() + patience_s
             while not _locked(lock):
                 self._refuse_another(began)

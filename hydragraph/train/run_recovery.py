@@ -39,6 +39,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
     """Return the run of the remaining and joining ranks, and why this run must end ("" if it continues)."""
     config, folder, executor = run.config, run.folder, run.executor
     watching = run.controller
+    # before: number of ranks before this recovery, i.e. after an earlier one that was interrupted.
     before = len(state.untold[-1][0].peers) if state.untold else run.world.ranks
 
     def newest() -> Path | None:
@@ -48,18 +49,21 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
     def set_aside(damaged: Path) -> bool:
         return any(folder.replace_damaged(each) for each in folder.all() if each.path == damaged)
 
+    # Meet the other ranks, and restore the state of lost ranks from copies or a checkpoint.
     rates = _known_rates(run, state) if _soon(config) else None
     met = run.joined or (lambda: run)
     survived = meet_again(executor, failure, Checkpoints(newest, lambda: met().pieces, set_aside), rates)
     run = met()
     forget_unsaved(run)
     world = executor.world
+    # last: the last step that was trained; steps after the restored one are lost.
     turns = () if config.plan.choose else survived.strategies
     last, idle_s = state.done, 0.0
     if last < 0 and world.rank == 0:  # all earlier ranks are lost
         before, (last, idle_s) = len(survived.lost), _written(folder)
     lost_to = None if survived.restored is None else last
     run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
+    # From here on, another rank may fail: `untold` keeps this recovery for the next report.
     state.untold.append((survived, before))
     with world.calling("continue"):
         if survived.restored is not None:
@@ -70,6 +74,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
             run = lead(run, state, survived, owned, watching)
         elif watching is not None:
             watching.close()
+        # All ranks continue after the same step, from the same position in the data.
         state.done = survived.step
         state.began = folder.began
         _find_position(run, state)
@@ -79,6 +84,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
         read: Counter[str] = Counter()
         for bytes_read in world.gather(survived.read):
             read.update(bytes_read)
+        # The gathers above succeeded on all ranks, so these recoveries are reported once.
         meetings = state.untold
         state.untold = []
         took = max(world.gather(paused(meetings, world.rank)))
@@ -138,6 +144,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
     if run.config.watches or follows(run.config, run.executor):
         hurried = _soon(run.config) and isinstance(run.executor.profile, Costs)
         members = tuple(peer.member for peer in survived.peers)
+        # numbers: old rank -> new rank, for the ranks that remain. slow: new rank -> its slowdown.
         numbers = {before: members.index(m) for before, m in enumerate(run.watched) if m in members}
         written = read_slow(run.folder, run.folder.began) if watching is None else {}
         slow = {members.index(m): straggler for m, straggler in written.items() if m in members}
@@ -149,10 +156,12 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
 
 def _find_position(run: Run, state: TrainState) -> None:
     """Set the data position of all ranks to the end of step `state.done`."""
+    # Any rank that trained this step knows the position; joining ranks do not.
     positions = run.world.gather(state.positions.get(state.done))
     position = next((rank_position for rank_position in positions if rank_position is not None), None)
     if position is None:
         state.batches = state.anew()
+        # If all such ranks are lost, draw the mini-batches of the finished steps again.
         for _ in range(state.done):
             next(state.batches)
         position = dict(state.batches.state_dict())
@@ -163,6 +172,7 @@ def _find_position(run: Run, state: TrainState) -> None:
 
 
 def _write_down(run: Run, state: TrainState) -> None:
+    # A leading rank may be lost after the update, but before it logs the step.
     missing = run.log is not None and (run.log.history[-1].step if run.log.history else 0) < state.done
     mine = state.last if state.last is not None and state.last[0] == state.done else None
     gathered = run.world.gather((missing, mine))

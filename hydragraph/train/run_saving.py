@@ -51,6 +51,7 @@ def load(
             set_hyperparameters(executor, settings)  # use the config's hyperparameters, not the checkpoint's
             return last, extra
         except ValueError as error:  # the error may be Damaged on only some ranks
+            # All ranks try the earlier checkpoint if any rank finds this one damaged.
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise
             reason = error
@@ -98,6 +99,7 @@ def checkpoint(run: Run, state: TrainState) -> None:
         run.executor.save(place, extra)
         run.callbacks.call("on_checkpoint", step, place)
         _prune(run)
+    # Keep positions since the checkpoint before this one, to which ranks return if this is damaged.
     before, state.saved = state.saved, step
     state.kept = True
     state.positions = {number: at for number, at in state.positions.items() if number >= before}
@@ -138,6 +140,7 @@ def saves_after(run: Run, step: int) -> bool:
         return True
     if not (run.config.keep_best and run.evaluates(step)):
         return False
+    # With `keep_best`, save only a loss lower than those of all kept checkpoints; rank 0 decides.
     among = [step, *(saved for saved, _ in (*complete(run.folder.checkpoints), *run.saving))]
     best = run.log is not None and lowest(run.log.history, among) == step
     return bool(run.world.gather(best)[0])

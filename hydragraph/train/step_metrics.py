@@ -178,6 +178,7 @@ class MetricsLog:
         """Write one step's metrics; raise OSError if the disk is full or the file was replaced."""
         self.history.append(metrics)
         self.written = True
+        # Writing into a deleted file would succeed, but the metrics would be lost.
         if not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
             raise FileNotFoundError(errno.ENOENT, "the file was replaced during the run", str(self._path))
         with file_errors(self._path.parent, self._path):
@@ -232,6 +233,7 @@ def _line(metrics: Metrics) -> str:
 def _parse(line: str, place: str) -> Metrics:
     try:
         record = json.loads(line)
+        # The name of the field `comparison` in files of earlier versions.
         if "beside" in record:
             record["comparison"] = record["beside"]
         values: dict[str, Any] = {field.name: record[field.name] for field in fields(Metrics) if field.name in record}

@@ -84,6 +84,7 @@ class Run:
         return RunOutcome(self.folder, tuple(self.log.history) if self.log is not None else (), stopped)
 
     def strategy_of(self, step: int) -> Strategy | None:
+        # Steps count from 1, so step 1 uses the first strategy.
         return self.strategies[(step - 1) % len(self.strategies)] if self.strategies else None
 
     def evaluates(self, step: int) -> bool:

@@ -127,6 +127,7 @@ def _at_length(question: ReplanQuestion) -> Replanned:
     except Unsupported as error:
         strategies = ()
         _LOG.info("no other plan was found: %s", error)
+    # Compare the plan with the running strategies and those of the start, without duplicates.
     every = tuple(dict.fromkeys((*question.running, *question.first, *strategies)))
     able = tuple(s for s in every if _takes(costs, s))
     if not able:
@@ -134,6 +135,7 @@ def _at_length(question: ReplanQuestion) -> Replanned:
     request = PlanRequest(tuple(map(costs.pipelines, able)), tuple(map(costs.fixed, able)), question.policy.seed)
     decision = static_or_dynamic(request.candidates, request.charges, question.lengths, question.policy)
     count = len(question.lengths[: question.policy.sample])
+    # seconds: total for each strategy alone, then for the best strategy per mini-batch.
     after = decision.seconds[-1 if decision.dynamic else decision.static or 0] / count
     static = None if decision.dynamic else decision.static
     return Replanned(able, request, static, _as_now(question), after)
@@ -171,6 +173,8 @@ class Replanner:
     @property
     def busy(self) -> bool:
         """Whether a question or its answer is pending."""
+        # An unwanted answer that has arrived is dropped here, so that the next question can be
+        # sent.
         if self._unwanted and self._thread is not None and not self._thread.is_alive():
             self.answer()
         return self._thread is not None
@@ -200,6 +204,7 @@ class Replanner:
 
     def close(self) -> None:
         self._closing = True
+        # The thread may restart a killed process once, so repeat until no process is left.
         while (worker := self._worker) is not None:
             worker.process.kill()
             if self._thread is not None:

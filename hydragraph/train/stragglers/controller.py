@@ -108,6 +108,7 @@ class Controller:
     def stepped(self, report: StepReport) -> tuple[RunEvent, ...]:
         events: list[RunEvent] = []
         if self.monitor is not None:
+            # The first speed measurements are the reference for later ones.
             if self._first and all(times.probe > 0 for times in report.ranks):
                 self.monitor.baseline(report.ranks)
             changes = self.monitor.observe(report.chosen, report.assignment, report.ranks)
@@ -169,6 +170,7 @@ class Controller:
 
     def _replan(self, given: Replanning, report: StepReport) -> list[RunEvent]:
         self._lengths.append(tuple(n for n in report.assignment.lengths if n))
+        # While a switch is being prepared, no other plan is requested or compared.
         if self._coming is not None:
             return [] if given.changing() else [self._switched(given, self._coming, report)]
         took = report.seconds - report.preparing_s
@@ -179,6 +181,7 @@ class Controller:
         events = []
         # Decide only after a step time has been measured.
         answer = given.planner.answer() if given.planner.busy and self._seconds else None
+        # If other ranks are slow by now, the answer is out of date, and `_ask` requests a new plan.
         if answer is not None and {*self._asked_for} == {*self.health}:
             event = self._decided(given, answer, report.step)
             if self._coming is not None:
@@ -216,6 +219,7 @@ class Controller:
         health = self.health
         if replanning.planner.busy:
             return
+        # New rates: request a quick plan. Then, or after a correction of costs: the best plan.
         if health != self._asked_for and self._may_switch(step, health):
             self._at_once = replanning.switch is not None  # a dry run requests the best plan immediately
         elif health == self._asked_for and (self._at_once or self._corrected):
@@ -227,6 +231,7 @@ class Controller:
         self._put(replanning.planner, health, self._at_once)
 
     def _may_switch(self, step: int, health: Health) -> bool:
+        # The running plan uses a lost rank, so a new plan cannot wait.
         if health.lost and health.lost != self._planned_for.lost:
             return True
         return self._switched_at is None or step - self._switched_at >= COOLDOWN
@@ -242,6 +247,8 @@ class Controller:
         refused = partial(RunEvent, step, "replan", ranks, answer.took_s, rates=rates, done=False)
         if answer.refused:
             return refused(f"no switch: {answer.refused}")
+        # Scale the expected times of both plans, so that the running plan's equals its measured
+        # time.
         now_s = median(self._seconds)
         after_s = now_s * answer.after_s / answer.before_s
         left = given.steps - step

@@ -87,6 +87,8 @@ class Lateness:
             self._seconds.clear()
 
     def _look(self, health: Health) -> None:
+        # First decide on the correction that is being tested, if any: if steps are longer than
+        # before, revert it, and try no other until the rates change.
         now = median(self._seconds)
         if self._before is not None:
             seconds, learned = self._before
@@ -98,6 +100,7 @@ class Lateness:
                 return
         usual = median(self._usual) if self._usual else 0.0
         beyond = median(late for late, _ in self._late) - usual
+        # Correct only ranks that were late in every step.
         who = frozenset.intersection(*(ranks for _, ranks in self._late))
         if self._ended or beyond < MATTERS or not who:
             return
@@ -112,6 +115,7 @@ class Lateness:
         return max(rate, learned.planned) if learned is not None and learned.goes_for(rate) else rate
 
     def _told(self, health: Health) -> None:
+        # Small changes of a rate, for which the learned rate still holds, keep what was measured.
         if health == self._rates or _alike(health, self._rates, self._learned):
             return
         self._rates = health
@@ -142,6 +146,7 @@ def lateness(
     fast = [devices for devices in used if devices not in slow]
     if not fast:
         return 0.0, frozenset()
+    # wait: seconds that healthy pipelines wait for gradients, at least; rest: rest of that step.
     wait, rest = min(
         (ranks[rank].exposed.push, ranks[rank].seconds - ranks[rank].exposed.push)
         for devices in fast

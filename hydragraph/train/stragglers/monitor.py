@@ -102,8 +102,10 @@ class Monitor:
             return ()  # a strategy's first step compiles graphs and allocates memory
         before = self.health
         work: dict[int, dict[Kind, tuple[float, float]]] = {}
+        # crowded[rank]: factor by which other processes on the rank's core slow it down.
         crowded = {rank: (times.ran + times.queued) / times.ran for rank, times in enumerate(ranks) if times.ran > 0}
         for rank, kinds in predict(self._costs, strategy, assignment).items():
+            # own: measured seconds by kind. alone: the same without contention for the core.
             own = {kind: ranks[rank].own[self._templates.index(kind.template)] for kind in kinds}
             alone = {kind: seconds / crowded.get(rank, 1.0) for kind, seconds in own.items()}
             work[rank] = {kind: (alone[kind], seconds) for kind, seconds in kinds.items() if alone[kind] > 0}
@@ -129,6 +131,7 @@ class Monitor:
             type_ = self._costs.cluster.type_of(rank)
             peers = [p for r, p in self._probed.items() if self._costs.cluster.type_of(r) == type_]
             if times.probe > 0 and peers:
+                # A probe measures speed (work per second), so a slower rank has a smaller value.
                 slowdowns[rank] = median_high(peers) / times.probe
         return slowdowns
 

@@ -130,6 +130,7 @@ class Estimator:
         Args:
             idle: slowdown of ranks that did not compute, from a speed measurement.
         """
+        # log(measured / expected) = common + residual; `expected` includes the factors of work.
         rank_seconds = self._known(work)
         logs = {rank: math.log(measured / expected) for rank, (measured, expected) in rank_seconds.items()}
         common = self._common(logs)
@@ -137,12 +138,16 @@ class Estimator:
         self._learn(work, residuals, common)
         if residuals:
             self._recent.append(dict(residuals))
+        # Only residuals older than the judged iterations count as healthy, because a rank that has
+        # just become slow would increase the scatter that decides whether it is slow.
         if len(self._recent) > OF:
             # Leave out ranks that are stragglers now.
             then = self._recent.popleft()
             self._healthy.append({rank: value for rank, value in then.items() if rank not in self._held})
         little = LITTLE * max((expected for _, expected in rank_seconds.values()), default=0.0)
         for rank, rate in self._held.items():
+            # With little work, fixed costs look like a slowdown, so the rate of this rank must not
+            # rise.
             if rank in rank_seconds and rank_seconds[rank][1] < little:
                 residuals[rank] = min(residuals[rank], math.log(rate))
         residuals |= {rank: math.log(ratio) for rank, ratio in (idle or {}).items()}
@@ -151,6 +156,7 @@ class Estimator:
     def _known(self, work: Work) -> dict[int, tuple[float, float]]:
         rank_seconds = {}
         for rank, kinds in work.items():
+            # known_kinds: kind -> (measured, predicted) seconds, of calibrated kinds only.
             known_kinds = {kind: pair for kind, pair in kinds.items() if len(self._errors[kind]) >= CALIBRATION}
             measured = sum(m for m, _ in known_kinds.values())
             whole = sum(predicted for _, predicted in kinds.values())
@@ -177,6 +183,8 @@ class Estimator:
             for rank, log in logs.items():
                 log_rate = math.log(self._held.get(rank, 1.0))
                 if rank in residuals:
+                    # A sample far from the rank's rate says that the rate has changed, not the
+                    # factor.
                     if abs(residuals[rank] - log_rate) < within:
                         samples.append(log - log_rate - common)
                 else:
@@ -200,6 +208,7 @@ class Estimator:
         return {rank: median_low(values) for rank, values in behind.items() if median_low(values) > within}
 
     def _judged(self, rank: int, residual: float) -> Change | None:
+        # `every` also contains older residuals, which count only while the measurements are noisy.
         every = self._residuals.setdefault(rank, deque(maxlen=2 * OF))
         every.append(residual)
         if len(self._healthy) < NEEDED:
@@ -214,6 +223,7 @@ class Estimator:
         if before > 1 and sum(value < leave for value in last) >= needed:
             return self._changed(rank, before, 1.0)
         margin = max(math.log(CHANGE if before > 1 else self._sensitivity.enter), noise)
+        # beyond, below: residuals that differ from the rank's rate by more than the noise explains.
         beyond = [value for value in last if value - math.log(before) > margin]
         below = [value for value in last if value - math.log(before) < -margin] if before > 1 else []
         for values in (beyond, below):
@@ -232,6 +242,7 @@ class Estimator:
     @staticmethod
     def _rate(logs: Sequence[float]) -> float:
         ratios = [math.exp(log) for log in logs]
+        # The slowdown may have begun within the first of these iterations.
         later = sum(ratios[1:]) / (len(ratios) - 1)
         if ratios[0] < PARTIAL * later:
             return later

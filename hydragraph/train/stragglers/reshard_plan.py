@@ -99,6 +99,7 @@ def rehoming(
     """
     if any(rank < ranks for rank in health.lost):
         raise ValueError(f"rehoming: ranks {list(health.lost)} are lost: first continue the run without these ranks")
+    # Collect candidates, and take the fastest one that fits in memory.
     homes = _homes(running, ranks, buckets, health, _with_way(running, ranks, buckets, costs))
     if question is not None:
         homes.append(replace(choose_home(question), nodes=running.nodes))
@@ -115,6 +116,7 @@ def rehoming(
     home = min(fitting or homes, key=seconds)
     before = seconds(running)
     after = seconds(home)
+    # Training waits only until the rank that receives the most has its gradients.
     moving = max(received(running, home, ranks, buckets)) * GRADIENT_BYTES / costs.bytes_per_s
     fits = _fits(running, ranks, buckets, costs)
     pays = moving > 0 if restored else (before - after) * steps > GAIN * moving
@@ -139,6 +141,8 @@ def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: State
     if costs.free_bytes is None:
         return costs
     whole = sum(bucket.size for bucket in buckets)
+    # During a move, a rank also has the old shard of one bucket, at most that of the largest
+    # bucket.
     beside = (1 + max(bucket.size for bucket in buckets) / whole) * TIGHT
     owned = [size * costs.held_per_element for size in owned_by(running, ranks, buckets)]
     free = [max(most / beside, min(own, most)) for own, most in zip(owned, costs.free_bytes, strict=True)]
@@ -154,6 +158,7 @@ def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health,
     homes: list[Home] = []
     for count in range(len(slowest) + 1):
         without = slowest[:count]
+        # Copies must be on different nodes, so at least this number of nodes must own state.
         if len({node for rank, node in enumerate(nodes) if rank not in without}) < running.copies:
             break
         try:
@@ -184,6 +189,7 @@ def best_shares(
         ValueError: the ranks do not have enough memory.
     """
     rates = np.array([health.rate(rank) for rank in range(ranks)])
+    # room[rank]: largest fraction of all elements that fits in the rank's memory.
     room = np.array(costs.free(ranks)) / (costs.held_per_element * elements)
     room[list(without)] = 0.0
     share = filled(rates, room)
@@ -206,6 +212,7 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
     after = HomeLayouts(new, ranks)
     total = np.zeros(ranks, np.int64)
     for bucket in buckets:
+        # total[dst] += number of elements that the rank `dst` receives.
         slices = move(before.of(bucket), after.of(bucket)).travelling
         np.add.at(total, slices.dst, slices.hi - slices.lo)
     return [int(elements) for elements in total]
@@ -219,6 +226,8 @@ def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements
     if (old.copies, old.nodes) != (new.copies, new.nodes):
         yield new
         return
+    # moved: bucket -> shares after the current stage. waiting[rank]: elements that the rank
+    # receives in this stage. ahead: whether this stage moves anything.
     moved: dict[str, Sequence[float]] = {bucket.name: _shares(old, bucket.name, ranks) for bucket in buckets}
     waiting = np.zeros(ranks, np.int64)
     ahead = False

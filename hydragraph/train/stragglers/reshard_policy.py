@@ -46,6 +46,7 @@ def with_room(
         tokens: number of tokens in the largest mini-batch.
         owned: number of elements that each rank owns now, which are assumed to fit.
     """
+    # beside[rank]: most memory that any strategy needs besides the state, in bytes.
     beside = [0.0] * costs.ranks
     for strategy in strategies:
         most = [min(costs.max_len(pipeline, strategy), tokens) for pipeline in strategy.pipelines]
@@ -80,6 +81,7 @@ class ReshardPolicy:
         self._decided_mix: dict[Strategy, float] = {}
         self._decided_for = Health()
         self._decided_at: int | None = None
+        # _parts: the homes that are still to be reached; the first one may be under way.
         self._parts: deque[Home] = deque()
         self._under_way = False
         self._given = self.home if self.rule is None else None
@@ -96,6 +98,7 @@ class ReshardPolicy:
     @property
     def moving(self) -> bool:
         """Whether more parts will move after the part that is moving now."""
+        # `_under_way` counts as 1, the part that is moving now.
         return len(self._parts) > self._under_way
 
     def begun(self) -> None:
@@ -110,9 +113,11 @@ class ReshardPolicy:
             strategies: the strategy of this step, then strategies that later steps may use.
         """
         self._mix.extend(strategies[:1])
+        # The part that began before this step has arrived.
         if self._under_way:
             self.home = self._parts.popleft()
             self._under_way = False
+        # Decide again only if rates or the mix of strategies have changed, and no part is waiting.
         early = self._decided_at is not None and step - self._decided_at < COOLDOWN
         mix = self._changed_mix()
         if self._parts or early or (health == self._decided_for and mix is None) or health.lost:
@@ -128,7 +133,9 @@ class ReshardPolicy:
         if better is None:
             return ()
         home = replace(better.home, nodes=self.home.nodes)
+        # at_once: elements that the slowest link transfers in the given fraction of a step.
         at_once = max(1, int(BESIDE * seconds * costs.bytes_per_s / costs.bytes_per_element))
+        # If large parts do not fit in memory, move one bucket at a time.
         for elements in (at_once, 1):
             parts = list(stages(self.home, home, self.ranks, self.buckets, elements))
             if passes([self.home, *parts], self.ranks, self.buckets, costs):
@@ -141,6 +148,7 @@ class ReshardPolicy:
             return None
         mix = {strategy: count / MIX for strategy, count in Counter(self._mix).items()}
         before = self._decided_mix
+        # From only A to half A and half B: (0.5 + 0.5) / 2, so half of the steps have changed.
         moved = sum(abs(mix.get(s, 0.0) - before.get(s, 0.0)) for s in {*mix, *before}) / 2
         return mix if moved >= CHANGED else None
 
