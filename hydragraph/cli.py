@@ -107,6 +107,7 @@ def _app() -> typer.Typer:
 def _add(typer_app: typer.Typer, commands: Mapping[str, Callable[..., None]]) -> None:
     """Add commands to an app, with their docstrings as help texts."""
     for name, function in commands.items():
+        # The help shows the paragraph "Example: ..." after the options.
         text, heading, example = (inspect.getdoc(function) or "").partition("\n\nExample")
         epilog = " ".join(f"{heading}{example}".split())
         typer_app.command(name, help=text, epilog=epilog)(_in_sentences(function))

@@ -104,6 +104,7 @@ def show(level: str | int | None = "info") -> None:
     Raises:
         ValueError: the level is unknown.
     """
+    # getLevelName returns the number of a name, or a text for an unknown one, rejected below.
     number = logging.getLevelName(level.upper()) if isinstance(level, str) else level
     if isinstance(level, str) and level.lower() not in LEVELS:
         raise ValueError(f"log level {level!r}: use {', '.join(LEVELS)}")

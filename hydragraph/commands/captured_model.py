@@ -121,6 +121,7 @@ def strategies_and_costs(
     profile = files.profile
     if profile is None:
         degrees = {stage.tp for strategy in strategies for stage in strategy.stages}
+        # degrees (1, 3) on nodes of 8 devices: 1, 2, 4, 8, 3 and 6.
         if doubled:
             most = max(Counter(device.node for device in cluster.devices).values())
             further = {tp << k for tp in degrees for k in range(most.bit_length()) if tp << k <= most}
@@ -152,6 +153,7 @@ def run_assignment(
     from hydragraph.planner.assignment.best_candidate import compare_pipelines
     from hydragraph.planner.quick_plan import assign
 
+    # The fallback that a run uses without costs, or if no plan fits in memory.
     assignment = assign(strategy, lengths)
     with suppress(Unsupported):
         if known:

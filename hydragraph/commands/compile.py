@@ -161,6 +161,7 @@ def compile_quietly(
         for text in config.strategies:
             with suppress(ValueError):  # reported by `_compiled`
                 usable.append(Strategy.read(text, program.layers))
+        # All ranks count as one node, because the run's machines are unknown here.
         home = home_on(program, usable, config.home, [0] * config.ranks)
         owners = HomeLayouts(home.on([0] * config.ranks), config.ranks)
         built: dict[str, BuiltKernel] | None = None if arch is None else {}
@@ -168,6 +169,7 @@ def compile_quietly(
         if arch is not None and built is not None:
             gpu = absent_gpu(arch_of(arch), built)
         tell = lambda what: bar.update(task, advance=1, description=escape(what))  # noqa: E731
+        # `gpu` makes Inductor and Triton compile for a GPU that this machine does not have.
         compiler = Compiler(program, owners, chosen, device, tell, built)
         bar.update(task, total=compiler.steps(usable))
         with _threads_of_a_rank(config.ranks), gpu:
@@ -175,6 +177,7 @@ def compile_quietly(
             compiled = [_compiled(compiler, text, program.layers, micro_batches, sums) for text in config.strategies]
         summary = summarise(program, compiler, compiled, str(owners.home), seconds)
         write_folder(output, program, summary, compiler, compiled)
+        # Strategies that did not compile have no graphs to compare.
         fitting = [result.programs.strategy for result in compiled if result.programs is not None]
         library_model = LibraryModel.of(checked)
         stages = StageCheck(program, initial_buffers(model), chosen == "inductor", model=library_model)
@@ -215,6 +218,7 @@ def _compiled(
     from hydragraph.engine.compiled_model import check_modes
     from hydragraph.spec.strategy import Strategy
 
+    # A strategy that cannot be read is named by its text.
     name = text
     try:
         strategy = Strategy.read(text, layers)

@@ -158,6 +158,7 @@ class Compiler:
             ValueError: the strategy does not fit the model, the ranks or the micro-batches.
         """
         self._tell(strategy.name)
+        # Create and verify the instructions of all ranks first, which is fast; then compile graphs.
         programs = lower(self._program, strategy, micro_batches, ranks=self.ranks)
         programs.verify()
         placed = layouts(self._program, strategy, self._homes)  # raises if a weight has no owner
@@ -175,6 +176,7 @@ class Compiler:
         return CompiledStrategy(record, programs)
 
     def _needs(self, strategy: Strategy) -> tuple[_Need, ...]:
+        # needs: distinct (first block with a template, kind of stage), in the order of stages.
         needs: dict[_Need, None] = {}
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             kind = stage.kind
@@ -189,6 +191,7 @@ class Compiler:
         return self._known[need]
 
     def _compile(self, need: _Need) -> Iterator[CompiledVariant]:
+        # indices: variant -> ranks of the stage that share it, because their graphs are equal.
         indices: dict[Variant, list[int]] = {}
         seconds: dict[Variant, float] = {}
         for part in need.kind.parts():
@@ -208,6 +211,7 @@ class Compiler:
         self, name: str, need: _Need, variant: Variant, indices: tuple[int, ...], seconds: float
     ) -> VariantRecord:
         part = StagePart(need.kind, indices[0])
+        # The difference between two sizes excludes values whose size is fixed.
         less, more = (footprint(variant, part, MicroBatch(n * _TOKENS, 1)).saved for n in (1, 2))
         return VariantRecord(
             name,

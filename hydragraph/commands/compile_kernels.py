@@ -142,6 +142,8 @@ def _digest(kernel: BuiltKernel) -> str:
 
 
 def _launched(module: fx.GraphModule, built: Mapping[str, BuiltKernel]) -> tuple[int, list[KernelRecord]]:
+    # library: launches of operators that PyTorch's libraries run.
+    # counts: (name, source) of a generated kernel -> launches.
     library = 0
     counts: Counter[tuple[str, str]] = Counter()
     for node in module.graph.nodes:
@@ -173,16 +175,21 @@ def _shape(node: Any, sizes: TracedSizes) -> list[float]:
 
 def _flops(node: fx.Node, sizes: TracedSizes) -> float:
     if node.target in _PRODUCTS:
+        # [.., m, k] times [.., k, n] takes 2 m k n; addmm and baddbmm have the bias as first
+        # argument.
         left, right = (_shape(n, sizes) for n in node.args[-2:])
         return 2 * math.prod(left) * right[-1]
     if node.target in _LOOKUPS:
         return 0.0
     name = str(node.target)
     if "varlen_attention" in name:
+        # Two products of T x T x width per head, of which a causal mask leaves half: 2 T T width.
+        # The backward has five products instead of two.
         tokens, heads, width = _shape(_first(node, dims=3), sizes)[-3:]
         return 2 * tokens * tokens * heads * width * (2.5 if "backward" in name else 1)
     operands = head_operands(node)
     assert operands is not None
+    # The fused head computes the forward's product and both gradients: 3 x 2 T H V.
     hidden, weight = (_shape(n, sizes) for n in operands)
     return 6 * math.prod(hidden) * weight[0]
 
@@ -192,5 +199,6 @@ def _first(node: fx.Node, dims: int) -> fx.Node:
 
 
 def _moved(node: fx.Node, sizes: TracedSizes) -> int:
+    # Views of one storage have the same key, so each storage counts once.
     values = {key: size for n in (*node.all_input_nodes, node) for key, size in sizes.storages(n).items()}
     return sum(values.values())

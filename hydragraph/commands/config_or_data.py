@@ -47,6 +47,7 @@ def _is_config(path: Path) -> bool:
         return True
     if path.is_file() and path.parent not in _STREAMS:
         return _holds_config(path)
+    # A stream such as /dev/stdin can be read only once, so its contents are not inspected.
     return path.exists() and not path.is_dir()
 
 
@@ -68,6 +69,7 @@ def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> Train
     if not inspected.data:
         raise ValueError(f"{inspected.model} is a model: also pass the files or folders of data to train it on")
     check_written("--to", to)
+    # Validate the config before writing it, so that a failed command leaves no file.
     text = first_config(inspected, to)
     config = TrainConfig.parse(text, overrides)
     existing = read_text(to, "choose another file with --to") if to.is_file() else None

@@ -36,6 +36,7 @@ def torchrun_rendezvous() -> str:
     command = Path(f"/proc/{os.getppid()}/cmdline")
     if restarts_by_torchrun() is None or not command.exists():
         return ""
+    # torchrun accepts --rdzv-backend=c10d, --rdzv_backend c10d and mixtures of these.
     words = [word.replace("_", "-") for word in " ".join(command.read_text().split("\0")).replace("=", " ").split()]
     option = "--rdzv-backend"
     return words[words.index(option) + 1] if option in words else "static"
@@ -50,19 +51,25 @@ def first_seen(began: float) -> float:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from hydragraph.cluster.processes.rendezvous_stores import client
 
+        # compare_set with "" writes only if the key is missing, so later attempts read the first
+        # value.
         store = client(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         return float(store.compare_set("hydragraph/began", "", repr(began)))
+    # torchrun's process is the parent of this one, and lives through all attempts of the job.
     return began if began < time.time() - running_s(os.getppid()) else 0.0
 
 
 def running_s(pid: int) -> float:
     """Return a process's age in seconds, rounded up by at most one second."""
     try:
+        # The name of the process, in parentheses, may contain spaces. Field 22 is the start time,
+        # the 20th after the name.
         ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # since boot
         return float(Path("/proc/uptime").read_text().split()[0]) - int(ticks) / os.sysconf("SC_CLK_TCK") + 1.0
     except OSError:  # on systems other than Linux, ps prints [[days-]hours:]mm:ss
         said = subprocess.run(["ps", "-o", "etime=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
         days, _, clock = said.strip().rpartition("-")
+        # 1-02:03:04 is 1 day, 2 hours, 3 minutes and 4 seconds.
         seconds = sum(int(part) * 60**i for i, part in enumerate(reversed(clock.split(":"))))
         return float(int(days or 0) * 86400 + seconds + 1)
 

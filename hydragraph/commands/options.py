@@ -195,6 +195,7 @@ _OUTPUTS = ("output", "out", "picture", "trace", "csv", "json", "markdown", "rep
 
 
 def check_read(given: Mapping[str, Any]) -> None:
+    # Writing to a file that is also read would destroy an input.
     for output in _OUTPUTS:
         path = given.get(output)
         if not isinstance(path, Path) or not path.is_file():
@@ -231,6 +232,7 @@ def on_planned_devices(options: Options, config: TrainConfig) -> Options:
     def has(*names: str) -> bool:
         return any(getattr(options, name, None) is not None for name in names)
 
+    # The plan's profile describes the plan's devices, so it does not apply to others.
     if has("cluster", "devices", "arch", "memory"):
         return options
     cluster = None if config.plan.cluster is None else Path(config.plan.cluster)

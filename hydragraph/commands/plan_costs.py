@@ -106,6 +106,7 @@ def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Cos
     _, program, variants = captured(config)
     if measured is None:
         # A tensor-parallel group never spans nodes.
+        # `datasheet` predicts times for every degree from 1 to the largest node.
         most = max(cluster.node(device.node).devices for device in cluster.devices)
         measured = datasheet(program, cluster, asked.efficiency, range(1, most + 1))
     elif len(measured.blocks) != len(program.blocks):
@@ -132,6 +133,7 @@ def compile_graphs(costs: Costs, seconds: float | None, ready: Ready = lambda *_
     until = None if seconds is None else time.monotonic() + seconds
     late: set[StageKind] = set()
     for kind in _kinds(costs):
+        # After the time limit, only kinds whose graphs the cache has are added; tp 1 always is.
         over = kind.tp > 1 and until is not None and time.monotonic() > until
         if over and not all(ready(block, StagePart(kind)) for block in _examples(costs)):
             late.add(kind)
@@ -143,6 +145,7 @@ def compile_graphs(costs: Costs, seconds: float | None, ready: Ready = lambda *_
 def compile_backwards(costs: Costs) -> None:
     """Compile the graphs of all kinds of stages, last kinds first, then graphs with sums in pieces."""
     kinds = _kinds(costs)
+    # The main process compiles from the other end, so the two meet in the middle.
     pieces = [kind._replace(sums_in_pieces=True) for kind in kinds if kind.tp > 1 and not kind.sequence_parallel]
     for kind in [*reversed(kinds), *pieces]:
         _compile(costs, kind)
@@ -162,6 +165,7 @@ def _examples(costs: Costs) -> Collection[str]:
 def _kinds(costs: Costs) -> list[StageKind]:
     working = [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
     ranks = Counter((costs.cluster.type_of(rank), costs.cluster.node_of(rank)) for rank in working)
+    # ranks: (type, node) -> number of working devices. The devices of a stage share both.
     kinds: set[StageKind] = set()
     for name in costs.cluster.types:
         most = max((count for (of, _), count in ranks.items() if of == name), default=0)

@@ -46,6 +46,7 @@ def plan_devices(asked: PlanOptions) -> None:
     from hydragraph.planner.rental_price import RentalPrices
     from hydragraph.planner.request import check_nodes, check_question
 
+    # The deadline also covers imports, so it counts from the start of the process.
     start = time.monotonic() if began is None else began
     check_question(asked.method or "auto", asked.deadline, asked.solver)
     inputs = PlanInputs.read(asked)
@@ -54,6 +55,7 @@ def plan_devices(asked: PlanOptions) -> None:
     if asked.budget is not None and prices is not None:
         prices.check_budget(asked.budget, () if inputs.health is None else inputs.health.lost)
     layers = None if inputs.config is None else stated_size(inputs.config.model, "num_hidden_layers")
+    # Reject a wrong strategy now; without a config, the number of layers is known only later.
     if asked.running is not None and layers is not None:
         _running(asked.running, layers, len(inputs.cluster.devices))
     workload = asked.workload(inputs.config)
@@ -64,6 +66,7 @@ def plan_devices(asked: PlanOptions) -> None:
     with compiled_from_both_ends(asked), progress("importing the planner") as say:
         from hydragraph.planner.first_compilation import first_compilation
 
+        # numba compiles the search once per machine, which may take much of the deadline.
         with first_compilation(bool(workload.lengths), left(COMPILING)) as compiling:
             if compiling:
                 say("compiling the planner's search once")
@@ -106,6 +109,7 @@ def _planned(
     schedules = planned_schedules(_backend(config))
     deterministic = config is not None and config.deterministic
 
+    # best: (seconds, text) of the best plan so far, or empty. Ctrl-C prints this plan.
     best: list[tuple[float, str]] = []
 
     def improved(*found: Any) -> None:
@@ -126,10 +130,13 @@ def _planned(
                 print(f"best plan so far: {text}, {seconds:.4g} s an iteration")
             raise
     else:
+        # Renting also chooses among the devices, so costs and prices become those of the best
+        # offer.
         rented = offers(costs, workload, prices, asked.budget, planned)
         costs = rented[0].costs
         chosen_plan = rented[0].plan
         prices = rented[0].prices
+    # The explanation simulates other plans, for which a deadline leaves no time.
     if asked.deadline is None:
         say("simulating the rivals")
         chosen_plan = with_causes(costs, workload, chosen_plan, max(2.0, EXPLAINING * chosen_plan.took_s))
@@ -192,6 +199,7 @@ def _running(text: str, layers: int, ranks: int) -> Strategy:
 
 
 def _write(plan: Plan, path: Path, asked: PlanOptions, costs: Costs) -> str:
+    # plan.yaml, plan-2.yaml, ...: one file for each strategy.
     names = [path.with_stem(f"{path.stem}-{i}") if i > 1 else path for i in range(1, len(plan.strategies) + 1)]
     for name, strategy in zip(names, plan.strategies, strict=True):
         strategy.save(name)
@@ -202,6 +210,7 @@ def _write(plan: Plan, path: Path, asked: PlanOptions, costs: Costs) -> str:
         costs.cluster.save(priced["cluster"])
     if asked.profile:
         profile = asked.profile[0]
+        # The config takes one profile, so several are written as one.
         if len(asked.profile) > 1:
             profile = str(path.with_name(f"{path.stem}-profile.json"))
             costs.profile.save(profile)

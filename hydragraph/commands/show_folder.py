@@ -106,6 +106,7 @@ class ShownFolder:
 
     def strategy(self, text: str) -> ShownStrategy:
         for number, shown in enumerate(self.strategies, start=1):
+            # A strategy's name is its text and fingerprint, joined by "@".
             name, _, fingerprint = shown.name.rpartition("@")
             if text in (shown.name, name, fingerprint, shown.record.folder, str(number)) or self._same(shown, text):
                 return shown

@@ -69,6 +69,7 @@ def schedule(each: ShownStrategy) -> list[StageRow]:
     outline = each.whole.program.outline
     stages = place(outline, each.strategy, each.record.micro_batches).stages
     timed = _timed(stages, [_counted(each.programs[stage.ranks[0]].instructions, stage, outline) for stage in stages])
+    # rows: (depth, number, ranks, layers, tasks) -> the stages that this row stands for.
     rows: dict[object, list[PlacedStage]] = {}
     for stage, tasks in zip(stages, timed, strict=True):
         role = stage.roles[0]
@@ -92,6 +93,8 @@ def _counted(instructions: Sequence[Instruction], stage: PlacedStage, outline: O
 
 
 def _timed(stages: Sequence[PlacedStage], counted: Sequence[Counter[Action]]) -> list[tuple[Task, ...]]:
+    # places[pipeline][stage]: (row, visit), where `visit` counts the stages of one rank.
+    # chains[pipeline]: its places in order, along which micro-batches travel.
     places: dict[int, dict[int, Place]] = defaultdict(dict)
     for row, stage in enumerate(stages):
         for role in stage.roles:
@@ -112,6 +115,7 @@ def _timed(stages: Sequence[PlacedStage], counted: Sequence[Counter[Action]]) ->
 
 
 def _length(work: Work, stage: PlacedStage) -> int:
+    # Recomputation repeats the forward, which takes one more unit.
     again = work in RETURNING and bool(stage.kind.recompute)
     return (2 if work is Work.BACKWARD else 1) + again
 
@@ -128,6 +132,7 @@ def schedule_lines(strategies: Sequence[ShownStrategy], rank: int | None) -> Ite
             continue
         names = [_name(row) for row in rows]
         margin = 2 + max(map(len, names), default=0) + 1
+        # Round up, so that all columns fit: 250 units in 80 columns are 4 units per column.
         unit = max(1, -(-end // max(1, WIDTH - margin)))  # forwards per column
         busy = sum((t.end - t.begin) * len(row.ranks) for row in rows for t in row.tasks)
         ranks = sum(len(row.ranks) for row in rows)

@@ -70,6 +70,7 @@ def _within_stages(each: ShownStrategy, tokens: int) -> dict[tuple[int, int], in
     def sent(template: str, part: StagePart) -> int:
         return collective_bytes(folder.variants.get(first[template], part), part, MicroBatch(tokens, 1))
 
+    # pairs[src, dst]: bytes. In a ring, each rank sends only to the next rank of its stage.
     pairs: dict[tuple[int, int], int] = {}
     for stage in place(folder.program.outline, each.strategy, each.record.micro_batches).stages:
         templates = [folder.program.blocks[position].template for position in stage.positions]
@@ -81,6 +82,7 @@ def _within_stages(each: ShownStrategy, tokens: int) -> dict[tuple[int, int], in
 
 def _between_stages(each: ShownStrategy, tokens: int) -> Mapping[tuple[int, int], int]:
     programs = each.programs
+    # sends[kind]: for each message of a kind of program, the index of the receiver in `peers`.
     sends = [[i.peer for i in body if i.op is Op.SEND] for body in programs.bodies]
     size = tokens * each.whole.blocks.hidden_bytes
     pairs: Counter[tuple[int, int]] = Counter()
@@ -99,6 +101,7 @@ def _all(by_kind: Mapping[str, Traffic]) -> Traffic:
 def _totals(by_kind: Mapping[str, Traffic], node: int) -> Iterator[str]:
     rows = [("kind", "what", "in all", "between nodes", "busiest rank")]
     for kind, traffic in by_kind.items():
+        # `node` is the number of ranks per node, so rank // node is the number of the node.
         apart = traffic.src // node != traffic.dst // node
         row = (bytes_text(traffic.total), bytes_text(int(traffic.size[apart].sum())), bytes_text(traffic.most))
         rows.append((kind, KINDS[kind], *row))

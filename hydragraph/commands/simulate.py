@@ -87,6 +87,8 @@ class StepOptions(ConfigOptions, PricedOptions, StrategyOptions):
 
         cluster = Cluster.load(self.cluster) if self.cluster else default_cluster(self.devices or config.ranks)
         ranks = len(cluster.devices)
+        # A run plans with these costs only if it chooses strategies and the devices or times are
+        # given.
         known = config.plan.choose and (self.cluster is not None or self.profile is not None)
         config = self.apply(config, ranks)
         check_strategies(config.strategies, config.model, ranks)
@@ -147,6 +149,7 @@ def simulate_command(options: SimulateOptions) -> None:
     options = on_planned_devices(options, config)
     rates = None if options.health is None else Health.load(options.health)
     inputs = options.read(config)
+    # Reject wrong changes before the slow import of PyTorch.
     for change in options.changes or ():
         slowed(inputs.cluster, change)
     with progress("importing PyTorch") as say:
@@ -161,6 +164,7 @@ def simulate_command(options: SimulateOptions) -> None:
         print(default_devices_text(costs.ranks, config))
     _print_table(priced, costs.ranks)
     for shown in priced:
+        # With `home: auto`, each strategy has other owners.
         owned = costs.of_strategies(shown.strategy)
         text = owners_text(owned.home, [bucket.name for bucket in costs.buckets], costs.ranks)
         print(f"state of {shown.strategy.name}: {text}")
@@ -199,6 +203,7 @@ def _assigned(inputs: StepInputs, costs: Costs, strategy: Strategy) -> Assignmen
     config = inputs.config
     if inputs.files.lengths is not None:
         return run_assignment(config, costs, strategy, step_lengths(config, inputs.files.lengths), inputs.known)
+    # The options that are given determine whether micro-batches are equal or those of a run.
     length = step.tokens or config.data.max_length
     lengths = full_lengths(config.data.tokens_per_step, length)
     if step.sequences is not None:
@@ -207,6 +212,7 @@ def _assigned(inputs: StepInputs, costs: Costs, strategy: Strategy) -> Assignmen
     if step.micro_batches is not None:
         counts = read_counts(step.micro_batches, len(strategy.pipelines))
     elif step.micro_batch is not None:
+        # The number of micro-batches is rounded up: 10 sequences in micro-batches of 4 give 3.
         counts = share(costs, strategy, length, -(-lengths.count(length) // size), size)
     else:
         strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
@@ -250,5 +256,6 @@ def _print_table(priced: Sequence[PricedStrategy], devices: int) -> None:
 def _busy_text(busy: Sequence[float]) -> str:
     from hydragraph.ir.shared_programs_text import runs_text
 
+    # Consecutive ranks with the same percentage are printed together.
     groups = groupby(enumerate(busy), lambda item: f"{item[1]:.0%}")
     return ", ".join(f"{runs_text([rank for rank, _ in group])} {text}" for text, group in groups)

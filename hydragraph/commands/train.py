@@ -108,17 +108,20 @@ def train_command(options: TrainOptions) -> None:
     """
     if options.store is not None and launched():
         os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
+    # Read everything that can be wrong before any process starts.
     config = surviving(options.load(), options.store)
     if not (launched() or config.automatic):
         check_strategies(config.strategies, config.model, config.ranks)
     nodes = _nodes(config, options.store)
     if nodes is None and launched() and os.environ.get("LOCAL_WORLD_SIZE") == "1" and config.automatic:
         _print_idle(own_gpus(config.device))
+    # Without an election, machine 0 leads, and the others only start and watch ranks for it.
     if nodes is not None and nodes.number and nodes.election is None:
         from hydragraph.cluster.launch import follow
 
         follow(nodes, _print)
         return
+    # A relay forwards stop requests to the ranks that this process starts.
     relay = None if (launched() and nodes is None) or config.ranks == 1 else Relay()
     overdue = partial(_overdue, config)
     stopping = Stopping(config.grace_s, relay=relay, overdue=overdue)
@@ -133,6 +136,7 @@ def train_command(options: TrainOptions) -> None:
             return _train(options, config, stopping, relay, nodes)
 
     try:
+        # Train here, or on all machines while this machine leads.
         elected = nodes is not None and nodes.election is not None
         outcome = _train_when_elected(nodes, train) if nodes is not None and elected else train(nodes)
     except Interrupted as request:
@@ -167,6 +171,8 @@ def surviving(config: TrainConfig, store: str | None = None) -> TrainConfig:
     keys = config.elastic
     if keys.survives or keys.min_ranks is not None or config.ranks == 1:
         return config
+    # Under a launcher, this process starts ranks only if the launcher starts one process per
+    # machine.
     starts = config.measures
     if launched():
         alone = (
@@ -193,6 +199,7 @@ def _train_when_elected(nodes: RunMachines, train: Callable[[RunMachines], RunOu
     from hydragraph.cluster.supervision.election import LeadershipLost
 
     assert nodes.election is not None
+    # `follow` returns when this machine is elected, or None at the end of the run.
     while (leading := follow(nodes, _print)) is not None:
         _print(f"machine {nodes.number} leads (term {nodes.election.standing.lease.term})")
         try:

@@ -35,6 +35,7 @@ def padded_batches(sequences: Sequence[Tensor], device: torch.device, most: int 
     """Pad sequences and group them into micro-batches of at most `most` tokens. Longer ones stay single."""
     groups: list[list[Tensor]] = []
     for sequence in sorted(sequences, key=len, reverse=True):
+        # Sorted by length, so the first sequence of a group determines its padded width.
         if not groups or len(groups[-1][0]) * (len(groups[-1]) + 1) > most:
             groups.append([])
         groups[-1].append(sequence)

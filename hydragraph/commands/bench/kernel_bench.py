@@ -92,6 +92,7 @@ def measure(case: KernelCase, device: torch.device, ceilings: DeviceCeilings) ->
     sides, refused = checked(case)
     calls = {name: (lambda turn, call=call: call()) for name, call in sides.items()}
     seconds = alternate(calls, device, ROUNDS, at_least_s=AT_LEAST_S)
+    # rate: bytes or FLOPs per second, depending on what limits the kernel.
     ceiling = ceilings.copy_bytes_per_s if case.bound == "memory" else ceilings.product_flops_per_s
     scale = 1e9 if case.bound == "memory" else 1e12
     rows = []
@@ -103,6 +104,7 @@ def measure(case: KernelCase, device: torch.device, ceilings: DeviceCeilings) ->
 
 
 def checked(case: KernelCase) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
+    # The first side is the reference, with which the results of the others must agree.
     (first, reference), *others = case.sides.items()
     expected = reference().detach().float().clone()
     sides = {first: reference}

@@ -126,6 +126,7 @@ def _measure(
     first = settings.sequences(0)
     tell("the first step of hydragraph")
     report = exe.step(first)
+    # values: side -> loss and gradient norm of the first step, from equal weights.
     values = {OURS: (report.loss, report.grad_norm)}
     notes = []
     for name, other in others.items():
@@ -142,6 +143,7 @@ def _measure(
         if name != OURS:
             sides[name] = lambda turn, side=others[name]: side.step(settings.sequences(turn))
     tell("steps of hydragraph and its rivals in turn")
+    # All sides run in turn, so changes of the clock frequency affect all of them.
     seconds = alternate(sides, settings.device, settings.rounds)
     peaks = {name: peak_bytes(lambda side=side: side(0), settings.device) for name, side in sides.items()}
     return {n: SideResult(seconds[n], peaks[n] / 1e6, *values[n]) for n in sides}, notes
