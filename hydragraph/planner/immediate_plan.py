@@ -5,6 +5,8 @@ The result is the fastest candidate that fits in memory:
 - the running and earlier strategies, if they use no lost rank;
 - the running strategy without slow pipelines, or with them rebuilt (with or without slow ranks);
 - results of the search for equal sequences of a typical length, and simple plans (`symmetric`).
+
+Candidates are sorted by the time of a mini-batch of the sample, assigned longest first, and estimated in this order.
 """
 
 from __future__ import annotations
@@ -13,14 +15,13 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.errors import Unsupported
 from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment, assign_pipelines
-from hydragraph.planner.assignment.spread_search import SearchEffort
-from hydragraph.planner.finalists import proposals
+from hydragraph.planner.assignment.local_search import quick_end
+from hydragraph.planner.assignment.problem import problem_of
 from hydragraph.planner.generators.group_prices import SAFETY
 from hydragraph.planner.generators.malleus_autohet import STRAGGLER, TOGETHER, search, sizes_of
 from hydragraph.planner.generators.symmetric import simple
@@ -32,8 +33,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 AT_ONCE_S = 0.3  # default deadline
-RUNNING = 3  # maximum known strategies to estimate
-MOST = 4  # maximum new strategies to estimate
+RUNNING = 3  # maximum number of known strategies
 FEWEST = 5  # minimum number of estimates
 SEARCHING = 0.6  # fraction of the deadline for the search
 SLOW = 1.5  # rate above which plans without the rank are also tried
@@ -69,24 +69,35 @@ def plan_at_once(
     began = time.monotonic()
     batch = sample(workload)
     promising = _promising(costs, workload, began + SEARCHING * deadline_s)
-    near = [s for s in _near(costs, workload, others) if s not in promising]
-    in_turns = [s for pair in zip_longest(near, promising) for s in pair if s is not None]
-    estimates: list[Estimate] = []
-    for strategy in in_turns:
-        if len(estimates) >= FEWEST and time.monotonic() > began + deadline_s:
+    known = _near(costs, workload, others)
+    candidates: list[tuple[float, Strategy, tuple[PipelineCost, ...]]] = []
+    for strategy in dict.fromkeys([*known, *promising]):
+        pipelines = pipeline_costs(costs, strategy, None if strategy in known else workload.longest)
+        if _fits(pipelines, workload):
+            end = quick_end(problem_of(pipelines, batch, formed=True).instance)
+            candidates.append((end, strategy, pipelines))
+    seconds: dict[Strategy, float] = {}
+    for _, strategy, pipelines in sorted(candidates, key=lambda each: each[0]):
+        if len(seconds) >= FEWEST and time.monotonic() > began + deadline_s:
             break
-        pipelines = pipeline_costs(costs, strategy, workload.longest if strategy in promising else None)
-        if max(p.max_len for p in pipelines) >= workload.longest and min(p.max_len for p in pipelines) > 0:
-            estimates.append(_estimate(costs, strategy, pipelines, batch, QUICK))
-    for estimate in sorted(estimates, key=lambda one: one.seconds):
+        assignment = assign_pipelines(pipelines, batch, effort=QUICK)
+        # Traffic is estimated only for strategies that may be the fastest.
+        is_slower = assignment.seconds >= min(seconds.values(), default=math.inf)
+        seconds[strategy] = assignment.seconds if is_slower else traffic_in_line(costs, strategy)(assignment)
+    for strategy in sorted(seconds, key=seconds.__getitem__):
         try:
-            pipelines = costs.pipelines(estimate.strategy)
+            pipelines = costs.pipelines(strategy)
         except Unsupported:
             continue
-        limits = [p.max_len for p in pipelines]
-        if min(limits) > 0 and max(limits) >= workload.longest:
-            return _estimate(costs, estimate.strategy, pipelines, batch, None)
+        if _fits(pipelines, workload):
+            assignment = assign_pipelines(pipelines, batch)
+            return Estimate(strategy, pipelines, assignment, traffic_in_line(costs, strategy)(assignment))
     return None
+
+
+def _fits(pipelines: Sequence[PipelineCost], workload: Workload) -> bool:
+    limits = [pipeline.max_len for pipeline in pipelines]
+    return min(limits) > 0 and max(limits) >= workload.longest
 
 
 def sample(workload: Workload) -> tuple[int, ...]:
@@ -122,19 +133,8 @@ def _promising(costs: Costs, workload: Workload, until: float) -> list[Strategy]
     count = typical.sequences
     length = typical.length
     way = TOGETHER if len(costs.cluster.types) > 1 else STRAGGLER
-    some = unlike(search(costs, count, length, way, reach=workload.longest, until=until))[:MOST]
+    searched = unlike(search(costs, count, length, way, reach=workload.longest, until=until))
     sizes, _ = sizes_of(costs, count, length)
     plain = simple(costs, count, length, sizes, workload.longest, SAFETY)
-    ranked_proposals = proposals(costs, typical.batches[0], [*placed_candidates(some), *plain])
-    return [proposal.strategy for proposal in ranked_proposals[:MOST]]
-
-
-def _estimate(
-    costs: Costs,
-    strategy: Strategy,
-    pipelines: tuple[PipelineCost, ...],
-    batch: Sequence[int],
-    effort: SearchEffort | None,
-) -> Estimate:
-    assignment = assign_pipelines(pipelines, batch, effort=effort)
-    return Estimate(strategy, pipelines, assignment, traffic_in_line(costs, strategy)(assignment))
+    every = sorted([*placed_candidates(searched), *plain], key=lambda each: each.seconds + each.exposed_s)
+    return list(dict.fromkeys(candidate.strategy for candidate in every))

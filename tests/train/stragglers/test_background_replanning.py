@@ -207,6 +207,12 @@ def test_an_answer_at_once_is_one_strategy_hardly_worse_than_what_is_found_at_le
     assert later.before_s <= later.after_s * 1.25, "what was found at once, by all mini-batches"
 
 
+def test_an_answer_at_once_on_equal_devices_is_not_ranked_by_sequences_of_the_typical_length() -> None:
+    """Six typical sequences would leave two of four pipelines waiting; eight of different lengths do not."""
+    found = replan(replace(question(Health()), at_once=True))
+    assert found.strategies == (hg.Strategy.parse("4*<tp1,pp1>", layers=LAYERS),)
+
+
 @thorough
 def test_costs_are_kept_from_one_question_to_the_next_where_only_rates_differ() -> None:
     first = question(Health()).costs
