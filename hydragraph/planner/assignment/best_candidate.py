@@ -26,15 +26,13 @@ class Verdict:
 
     Attributes:
         seconds: expected seconds, including `charge`; infinite if no assignment was computed.
-        bound: lower bound on `seconds`.
+        bound: lower bound on `seconds`; infinite if the longest sequence does not fit.
         charge: iteration time minus the slowest pipeline's time.
-        why: why the candidate lost; "" for the winner.
     """
 
     seconds: float
     bound: float
     charge: float
-    why: str
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def compare(
     all_of_them: bool = False,
     seed: int = 0,
 ) -> Choice:
-    """Choose a candidate, and report why other candidates lost.
+    """Choose a candidate, and report the times and bounds of all candidates.
 
     Args:
         all_of_them: also evaluate candidates whose bound exceeds the best time so far.
@@ -95,26 +93,20 @@ def compare_pipelines(
         raise too_long(list(lengths).index(longest), longest, max(reach))
     starts = {i: bounded_pipelines(candidates[i], lengths) for i in fitting}
     bounds = {i: start.seconds + paid[i] for i, start in starts.items()}
-    verdicts = [
-        Verdict(float("inf"), float("inf"), paid[i], f"sequences of {longest} tokens do not fit (MaxLen {reach[i]})")
-        for i in range(len(candidates))
-    ]
+    verdicts = [Verdict(float("inf"), bounds.get(i, float("inf")), paid[i]) for i in range(len(candidates))]
     best = float("inf")
     winner = -1
     winning = PlannedAssignment(())
     for i in sorted(fitting, key=lambda i: (bounds[i], i)):
         if bounds[i] >= best and not all_of_them:
-            verdicts[i] = Verdict(float("inf"), bounds[i], paid[i], f"takes at least {bounds[i]:.4g} s")
-            continue
+            break
         assignment = _assigned(candidates[i], starts[i], lengths, seed)
         seconds = assignment.seconds + paid[i]
-        verdicts[i] = Verdict(seconds, bounds[i], paid[i], f"takes {seconds:.4g} s")
+        verdicts[i] = Verdict(seconds, bounds[i], paid[i])
         if (seconds, i) < (best, winner):
             best = seconds
             winner = i
             winning = assignment
-    won = verdicts[winner]
-    verdicts[winner] = Verdict(won.seconds, won.bound, won.charge, "")
     return Choice(winner, winning, tuple(verdicts))
 
 
