@@ -10,7 +10,7 @@ pipeline p's time if it computes the mini-batch alone. Strategies with the lowes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
 
@@ -39,8 +39,9 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
         until: deadline, ignored while no plan is known.
     """
     varied = MiniBatchPrices(costs, workload.batches)
-    outcomes: list[PricedPlan | Shortage] = []
-    fitting: list[tuple[float, Strategy, Home]] = []
+    short: list[Shortage] = []
+    homes: dict[Strategy, Home] = {}
+    expected: dict[Strategy, float] = {}
     for strategy in _strategies(costs):
         if is_late(until) and math.isfinite(below_s):
             break
@@ -49,21 +50,41 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
             continue
         choice = _least(costs, strategy, workload.longest)
         if isinstance(choice, Shortage):
-            outcomes.append(choice)
+            short.append(choice)
             continue
+        homes[strategy] = choice[0]
         owned = costs.changed(home=choice[0])
-        expected = max(computing, traffic_s(owned, strategy, micro_batches_of_each(owned, strategy, workload)))
-        fitting.append((expected, strategy, choice[0]))
+        traffic = traffic_s(owned, strategy, micro_batches_of_each(owned, strategy, workload))
+        expected[strategy] = max(computing, traffic)
+
+    def price(strategy: Strategy) -> PricedPlan | Shortage:
+        return _without_idle(varied, varied.settle(strategy, "streamed", homes[strategy]))
+
+    return [*short, *simulate_best(expected, price, below_s, until)]
+
+
+def simulate_best(
+    expected: Mapping[Strategy, float],
+    price: Callable[[Strategy], PricedPlan | Shortage | None],
+    below_s: float,
+    until: float | None,
+) -> Iterator[PricedPlan | Shortage]:
+    """Price strategies, the lowest expected time first, until `SIMULATED` of them fit.
+
+    Args:
+        price: prices a strategy; None if it does not fit.
+        below_s, until: as in `streamed`.
+    """
     able = 0
-    for expected, strategy, home in sorted(fitting, key=lambda each: each[0]):
-        if able == SIMULATED or expected >= below_s or (is_late(until) and math.isfinite(below_s)):
-            break
-        one = _without_idle(varied, varied.settle(strategy, "streamed", home))
-        outcomes.append(one)
-        if isinstance(one, PricedPlan) and math.isfinite(one.seconds):
+    for strategy in sorted(expected, key=expected.__getitem__):
+        if able == SIMULATED or expected[strategy] >= below_s or (is_late(until) and math.isfinite(below_s)):
+            return
+        outcome = price(strategy)
+        if outcome is not None:
+            yield outcome
+        if isinstance(outcome, PricedPlan) and math.isfinite(outcome.seconds):
             able += 1
-            below_s = min(below_s, one.seconds)
-    return outcomes
+            below_s = min(below_s, outcome.seconds)
 
 
 def _without_idle(varied: MiniBatchPrices, found: PricedPlan | Shortage) -> PricedPlan | Shortage:

@@ -7,21 +7,19 @@ memory.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from hydragraph.cost.costs import Costs
-from hydragraph.planner.deadline import is_late
 from hydragraph.planner.price_candidate import PricedPlan, Shortage, owners_by_block
 from hydragraph.planner.price_mini_batches import MiniBatchPrices
 from hydragraph.planner.streamed_data_parallelism import (
-    SIMULATED,
     computing_s,
     groups_by_kind,
     micro_batches_of_each,
+    simulate_best,
     traffic_s,
 )
 from hydragraph.planner.traffic_bound import bytes_by_block
@@ -42,25 +40,16 @@ def owned_pipelines(
         streams: how stages stream weights (see `Stage`), False for stages that keep them.
     """
     varied = MiniBatchPrices(costs, workload.batches)
-    outcomes: list[PricedPlan | Shortage] = []
-    able = 0
+
+    def price(strategy: Strategy) -> PricedPlan | Shortage | None:
+        if not strategy.streams:
+            return varied.settle(strategy, "owned")
+        filled = [2 * len(pipeline.stages) for pipeline in strategy.pipelines]
+        chosen = owners_by_block(costs, strategy, Assignment.even(filled, workload.longest))
+        return None if chosen is None else varied.settle(strategy, "streamed", chosen[0])
+
     expected = {strategy: _expected_s(costs, strategy, workload) for strategy in _strategies(costs, streams)}
-    for strategy in sorted(expected, key=expected.__getitem__):
-        if able == SIMULATED or expected[strategy] >= below_s or (is_late(until) and math.isfinite(below_s)):
-            break
-        home = None
-        if strategy.streams:
-            filled = [2 * len(pipeline.stages) for pipeline in strategy.pipelines]
-            chosen = owners_by_block(costs, strategy, Assignment.even(filled, workload.longest))
-            if chosen is None:
-                continue
-            home = chosen[0]
-        settled = varied.settle(strategy, "streamed" if strategy.streams else "owned", home)
-        outcomes.append(settled)
-        if isinstance(settled, PricedPlan) and math.isfinite(settled.seconds):
-            able += 1
-            below_s = min(below_s, settled.seconds)
-    return outcomes
+    return list(simulate_best(expected, price, below_s, until))
 
 
 def _expected_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
