@@ -19,6 +19,7 @@ def attributes(
         if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(where[name]), name)
+        # The next access finds the attribute, and does not call this function.
         setattr(sys.modules[package], name, value)
         return value
 

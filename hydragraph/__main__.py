@@ -10,6 +10,7 @@ from contextlib import suppress
 def main() -> None:
     """Run the command line. Ctrl-C prints no traceback, even during imports."""
     began = time.monotonic()
+    # codes: the code of the SystemExit that ends the process, or empty without one.
     codes: list[object] = []
     atexit.register(_end_at_once, codes)
     try:
@@ -38,6 +39,7 @@ def _end_at_once(codes: list[object]) -> None:
                 code = code or 1
             with suppress(OSError, ValueError):
                 sys.stderr.flush()
+            # os._exit does not flush streams, so they are flushed above.
             os._exit(code)
 
 

@@ -18,6 +18,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with partial.open("xb") as file:
             yield file
+            # Without fsync, a crash after the rename could leave an empty file.
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -58,6 +58,7 @@ def chaos_command(options: ChaosOptions) -> None:
 
             machines = disturbed_run.MACHINES if counts["preempt"] else 1
             disturbed = disturbed_run.run(stormy, strikes, stepped, machines=machines)
+        # The undisturbed runs stop after the same step as the disturbed one.
         last = max((m.step for m in disturbed.metrics), default=1)
         with console.status("training without faults"):
             undisturbed = disturbed_run.run(peaceful, until=last).until(last)

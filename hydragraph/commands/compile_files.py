@@ -89,6 +89,7 @@ def write_folder(
     summary.json            `Summary`
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # Delete the manifest and the summary first, so that an interrupted folder is not read.
     for name in (NAME, CODE, SUMMARY, KERNELS):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / CUBINS, ignore_errors=True)

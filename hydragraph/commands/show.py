@@ -193,9 +193,11 @@ def _show_compiled(config: TrainConfig, options: ShowOptions) -> None:
 
     diff = options.diff
     config = replace(with_strategies(config, options.strategies, config.ranks), backend="eager")
+    # --diff may name a strategy, which is compiled as well.
     if diff is not None and not Path(diff).is_dir() and diff not in config.strategies:
         config = replace(config, strategies=(*config.strategies, diff))
     config.home.check(config.ranks)
+    # The views read folders, so a config is compiled to a temporary one.
     with tempfile.TemporaryDirectory() as name:
         for record in compile_quietly(config, options.micro_batches, Path(name)).strategies:
             if record.problem:

@@ -44,6 +44,8 @@ def _cut(parameter: Parameter) -> str:
 def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int | None) -> Iterator[str]:
     home = folder.homes.of(bucket)
     start = bucket.offsets()[parameter.name]
+    # owned: (rank, first, after, copy), in elements of the parameter. A home divides whole buckets,
+    # of which the parameter is the interval [start, start + size).
     owned: list[tuple[int, int, int, int]] = []
     rows = zip(home.rank.tolist(), home.lo.tolist(), home.hi.tolist(), home.copy.tolist(), strict=True)
     for owner, lo, hi, copy in rows:

@@ -33,6 +33,8 @@ def devices_here(device: str | None = None, supervised: bool = True) -> Availabl
     """
     gpus = own_gpus(device)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        # One process per machine starts a rank for each GPU; the other machines are assumed to be
+        # equal.
         alone = supervised and os.environ.get("LOCAL_WORLD_SIZE") == "1"
         processes = int(os.environ["WORLD_SIZE"])
         ranks = RanksIfEqual(processes * max(gpus, 1)) if alone else processes

@@ -81,6 +81,7 @@ def load_callback(name: str) -> object:
         raise ValueError(
             f"callbacks: {name!r} is not an import path: write module:name, such as my_callbacks:Printer, or 'wandb'"
         )
+    # Callbacks may be modules of the working directory, which scripts do not import from.
     path = list(sys.path)
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -101,6 +102,7 @@ def load_callback(name: str) -> object:
         raise ValueError(f"callbacks: {name!r} has none of the methods {', '.join(EVENTS)}: define one of them")
     for method in dir(callback):
         meant = get_close_matches(method, EVENTS, n=1) if method.startswith("on_") else []
+        # A method such as on_steps would silently never run.
         if meant and method not in EVENTS:
             raise ValueError(f"callbacks: {name!r} has {method}, which is never called: did you mean {meant[0]}?")
     return callback

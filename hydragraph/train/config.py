@@ -66,6 +66,7 @@ def _check_betas(name: str, value: object) -> tuple[float, ...]:
 
 
 def _strategies(value: object) -> tuple[str, ...]:
+    # One strategy may be given without a list.
     several = [value] if isinstance(value, (str, Mapping)) else value
     if isinstance(several, Sequence):
         several = [flow_yaml(item) if isinstance(item, Mapping) else item for item in several]

@@ -72,6 +72,7 @@ def write_model(
     names, tensors = tensor_names(model), read_weights(checkpoint)
     if not tensors.keys() >= set(names.values()):  # older versions did not save buffers
         tensors = {**initial_buffers(model), **tensors}
+    # state: key in the exported files -> tensor. names: the same keys -> names in the checkpoint.
     kept = shell.keys(merged)
     state = {key: tensors[source] for key, source in names.items() if kept is None or key in kept}
     shutil.rmtree(directory, ignore_errors=True)

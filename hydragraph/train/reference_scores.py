@@ -62,6 +62,8 @@ class ReferenceScores:
         """Read the stored scores; return the answers without a score, as (stream, chunk), by mini-batch."""
         self.read()
         missing = []
+        # seen[stream][chunk]: whether the answer has a score, or is in an earlier mini-batch's
+        # list.
         seen = {name: ~np.isnan(scores) for name, scores in self.of.items()}
         for drawn in chain(self._drawn(config.steps), self._evaluated(config.evaluate_batches)):
             new = [(name, chunk) for name, chunk in dict.fromkeys(drawn) if not seen[name][chunk]]
@@ -87,6 +89,7 @@ class ReferenceScores:
         done = 0
         written = time.monotonic()
         for answers in missing:
+            # All ranks must agree to stop, because scoring is a collective call.
             if stop := max(world.gather(stopping.signal)):
                 self._write(world)
                 return stop

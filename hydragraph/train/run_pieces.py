@@ -31,6 +31,7 @@ def check_places(config: TrainConfig) -> None:
 def _try(what: str, make: Callable[[], Pieces]) -> None:
     try:
         (shelf,) = make().shelves.values()
+        # Also read the file back, because a recovery must be able to read the pieces.
         folder = f"probe-{uuid.uuid4().hex[:8]}"
         shelf.put(f"{folder}/probe", b"hydragraph")
         read = shelf.get(f"{folder}/probe")

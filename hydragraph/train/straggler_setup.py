@@ -50,6 +50,7 @@ def controller_of(
     elif before is None or before.monitor is None:
         monitor = Monitor(costs, Sensitivity(config.elastic.enter, config.elastic.leave), slow)
     else:
+        # After a recovery, measurements continue under the new numbers of the remaining ranks.
         monitor = before.monitor.among(costs, numbers or {})
     planner = None if before is None else before.released()
     following = None
@@ -66,6 +67,7 @@ def controller_of(
         )
     if monitor is None or not config.replans:
         return Controller(monitor, following=following)
+    # The strategies of a recovery come from a quick plan for the slow ranks that are known.
     switched = hurried and bool(monitor.health.rates)
     if before is None:
         late = Lateness(

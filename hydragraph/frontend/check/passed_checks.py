@@ -27,6 +27,7 @@ def fingerprint(subject: CheckedModel, mode: str) -> str | None:
         record = model_record(subject.model, subject.loss, subject.example, subject.blocks)
     except Unsupported:
         return None
+    # The names of meta parameters matter, because they get other weights in the check.
     on_meta = [name for name, parameter in subject.model.named_parameters() if parameter.is_meta]
     program = subject.program
     contents = [template.content for template in program.templates.values()]

@@ -121,6 +121,7 @@ def built(kind: Any, value: object, where: str) -> Any:
         return None if value is None else built(inner[0], value, where)
     if get_origin(kind) is tuple:
         entries = listed(value, where)
+        # tuple[int, ...] takes any number of values, tuple[int, str] exactly two.
         kinds = inner[:1] * len(entries) if inner[-1] is Ellipsis else inner
         if len(entries) != len(kinds):
             refuse(where, f"expected {len(kinds)} values, but there are {len(entries)}")
@@ -151,6 +152,7 @@ def check_graphs(value: object, count: int, where: str) -> Mapping[str, Any]:
     graphs = listed(data["graphs"], f"{where}: graphs")
     if len(graphs) != count:
         refuse(where, f"expected {count} graphs, but there are {len(graphs)}")
+    # A size is a number, or text with symbols, which is evaluated for the hints.
     size = functools.cache(functools.partial(size_of, hints=hints))
     for number, nodes in enumerate(graphs):
         _Graph(f"{where}: graph {number}" if count > 1 else where, size).check(nodes)
@@ -179,6 +181,7 @@ class _Graph:
             where = f"{self._where}: node {number}"
             if not isinstance(entry, list) or len(entry) != 6:
                 refuse(where, "expected [name, kind, target, args, kwargs, value]")
+            # Every check precedes the construction of a graph, because FX executes generated code.
             if (entry[1] == "output") != (number == len(entries) - 1):
                 refuse(where, "expected one output, as the last node")
             name = entry[0]
@@ -190,6 +193,7 @@ class _Graph:
                 self._node(*entry)
             except ValueError as error:
                 raise MalformedRecord(f"{where} ({name}): {error}") from None
+            # Only later nodes may refer to this one, so a graph has no cycles.
             self._names.add(name)
 
     def _node(self, name: str, kind: object, target: Any, args: Any, kwargs: Any, value: Any) -> None:
@@ -222,6 +226,7 @@ class _Graph:
             raise MalformedRecord("expected a constant as [name, dtype, shape, elements in base64]")
         name, kind, shape, content = target
         parts = name.split(".") if isinstance(name, str) else [""]
+        # The constant becomes an attribute of the graph, and must not replace a method.
         if not all(map(_IDENTIFIER.fullmatch, parts)) or hasattr(fx.GraphModule, parts[0]):
             raise MalformedRecord(f"a constant has the invalid name {name!r:.80}")
         size = math.prod(wholes(shape, "its shape")) * dtype(kind, "its dtype").itemsize
@@ -241,6 +246,7 @@ class _Graph:
         if len(args) != takes or set(kwargs) != ({"beta"} if target == "addmm_" else set()):
             raise MalformedRecord(f"the method {target} has invalid arguments")
         # `COLLECTIVES` is the placeholder of collectives; a start method returns a started collective.
+        # on: name of the node whose method is called.
         on = args[0].get("node") if isinstance(args[0], dict) else None
         if on is None or (on == COLLECTIVES, on in self._started) != (target in ON_COLLECTIVES, target in ON_STARTED):
             raise MalformedRecord(f"{on or args[0]!r:.80} does not have the method {target}")
@@ -258,6 +264,8 @@ class _Graph:
         elif isinstance(value, dict):
             if len(value) != 1:
                 raise MalformedRecord(f"the argument {value!r:.80} is invalid")
+            # JSON has no nodes, tuples or dtypes, so {"node": "x"} and {"tuple": [...]} stand for
+            # them.
             ((kind, content),) = value.items()
             self._tagged(kind, content)
         elif isinstance(value, int | float) and abs(value) > _MOST[type(value)]:
@@ -302,6 +310,7 @@ class _Graph:
             steps = [self._size(step) for step in listed(strides, "the strides of its value")]
             if len(sizes) != len(steps) or min([*sizes, *steps], default=0) < 0:
                 raise MalformedRecord(f"the value has the invalid shape {shape!r:.80} or strides {strides!r:.80}")
+            # A tensor may have a storage that is larger than its elements, because of its strides.
             if math.prod(sizes) > LARGEST_SIZE or sum(map(int.__mul__, sizes, steps)) > LARGEST_SIZE:
                 raise MalformedRecord("the value is larger than any memory")
             whole(storage, "the storage of its value")

@@ -104,6 +104,7 @@ def departure(disturbed: DisturbedRun, undisturbed: DisturbedRun, control: Distu
     """
     others = {} if control is None else control.losses
     mine = disturbed.losses
+    # allowed: relative difference of losses; it only grows, as rounding errors do during training.
     allowed = 0.0 if control is None else ROUNDING
     for step, loss in undisturbed.losses.items():
         allowed = max(allowed, MARGIN * abs(others.get(step, loss) - loss) / abs(loss))
@@ -131,6 +132,7 @@ def draw(counts: Mapping[str, int], seed: int) -> list[InjectedFault]:
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     chance = random.Random(seed)
     chance.shuffle(kinds)
+    # at[i]: first step after which fault i is injected, at random, but in order.
     at = sorted(chance.randint(2, 2 + STEPS_PER_STRIKE * len(kinds)) for _ in kinds)
     return [
         InjectedFault(kind, step, chance.random(), chance.uniform(0, 0.3)) for kind, step in zip(kinds, at, strict=True)
@@ -157,6 +159,8 @@ def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
 
 
 def prepared(config: TrainConfig, folder: Path, strikes: int, preempted: int = 0) -> tuple[TrainConfig, TrainConfig]:
+    # The run must not end before the last fault, so its number of steps is generous; `run` stops
+    # it.
     most = MOST_STEPS_PER_STRIKE * strikes + MOST_STEPS_PER_MACHINE * preempted
     config = replace(config, steps=max(config.steps, most + CALM_STEPS), epochs=None)
     elastic = config.elastic
@@ -263,6 +267,7 @@ class _Striker:
         if len(self.victim.ranks()) < least:
             return False  # no fault is possible until more ranks run
         time.sleep(strike.delay_s)
+        # Ranks may have ended during the delay, so list them again.
         ranks = self.victim.ranks()
         if len(ranks) < least:
             return False

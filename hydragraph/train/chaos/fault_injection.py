@@ -71,6 +71,8 @@ class Victim:
     def _below(self, levels: int) -> list[int]:
         above: dict[int, int] = {}
         born: dict[int, int] = {}
+        # fields[0] is the state, fields[1] the parent and fields[19] the start time. Zombies count
+        # as parents, because their children are still to be found.
         for pid, fields in all_stats():
             above[pid] = int(fields[1])
             if fields[0] not in "ZX":
@@ -82,6 +84,7 @@ class Victim:
 
     def step(self) -> int:
         with suppress(OSError, ValueError, KeyError, IndexError), self.folder.metrics.open("rb") as file:
+            # Read only the end of the file, because this is called many times per second.
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             return int(json.loads(file.read().splitlines()[-1])["step"])
         return 0
@@ -198,6 +201,7 @@ def _rejoin(run: Victim, target: int, chance: random.Random) -> None:
     joined = len(run.happened("join"))
     _end(target)
     run.until(lambda: set(run.children()) - children_before, _MOMENT_S)
+    # Strike either while the new rank starts, or just after it has joined.
     new = sorted(set(run.children()) - children_before)
     if chance.random() < 0.5:
         time.sleep(chance.uniform(0, 3.0))
@@ -240,6 +244,7 @@ def _preempt(run: Victim, target: int, chance: random.Random) -> None:
     if machines is None:
         run.problems.append("the run has only one machine, so no machine was preempted")
         return
+    # Machine 0 has the launcher, whose end would end the run.
     number = chance.randrange(1, machines.count)
     machines.preempt(number, notice=chance.random() < 0.5)
     machines.replace(number)

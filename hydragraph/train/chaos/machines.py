@@ -78,6 +78,7 @@ class Machines:
         return started
 
     def _kill(self, supervisor: subprocess.Popen[bytes]) -> None:
+        # A killed supervisor leaves its ranks running: kill the session until it is empty.
         end = time.monotonic() + _END_S
         while (there := _in_sessions({supervisor.pid})) and time.monotonic() < end:
             for pid in there:
