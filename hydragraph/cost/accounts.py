@@ -19,13 +19,13 @@ from hydragraph.ir.value import ValueKind, gradients, parse_value, weights
 class TimeKind(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
-    PULL = "pull"  # starting pulls and waiting for them
+    PULL = "pull"  # time for starting pulls and waiting for them
     PUSH = "push"
     P2P = "send/receive"
-    OFFLOAD = "offload"  # starting copies to and from the host, and waiting for them
+    OFFLOAD = "offload"  # time for starting copies to and from the host, and waiting for them
     UPDATE = "update"
     COMMIT = "commit"
-    LATE = "waiting for ranks"  # waiting for ranks that have not yet sent a message or reached the commit
+    LATE = "waiting for ranks"  # time of waiting for ranks that have not yet sent a message or reached the commit
     OTHER = "between instructions"
 
 
@@ -147,7 +147,7 @@ def predicted_accounts(timeline: Timeline) -> tuple[TimeAccount, ...]:
     return tuple(accounts[timeline.actor_of[rank]] for rank in range(len(timeline.actor_of)))
 
 
-Issues = Mapping[tuple[Op, str], float]  # seconds until all ranks can start the exchange
+Issues = Mapping[tuple[Op, str], float]  # seconds from the start until all ranks can start the exchange
 
 
 def _simulated_issues(timeline: Timeline) -> Issues:

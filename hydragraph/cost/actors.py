@@ -47,7 +47,7 @@ class ActorProgram:
     Attributes:
         needs: for each instruction, indices of instructions that must end before it begins.
         compute, pulls, pushes, sends, receives, copies: indices of each queue's instructions; FREE is in no queue.
-        messages: index of a send -> message, and number of earlier sends of the same message.
+        messages: by the index of a send, the message and the number of earlier sends of the same message.
     """
 
     instructions: tuple[Instruction, ...]
@@ -69,7 +69,7 @@ class ActorProgram:
         sent: dict[StageMessage, int] = {}
         messages = {}
         latest = -1
-        copied: list[int] = []  # copies to the host that must end before the next computation
+        copied: list[int] = []  # copies to the host that must be complete before the next computation
         for i, instruction in enumerate(instructions):
             if instruction.op is Op.FREE:
                 copied += [maker[value] for value in instruction.after if value.kind is ValueKind.COPYING]

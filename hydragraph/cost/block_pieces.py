@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from hydragraph.cost.curves import Constants as Constants
 
-Scheme = tuple[int, int]  # (tp, pp): a pipeline of pp stages with tp devices each
+Scheme = tuple[int, int]  # tp and pp of a pipeline that has pp stages with tp devices each
 
 # Values computed once per stage and micro-batch, such as rotary tables.
 AUX = "aux"
-# Bytes per element: fp32 weight, gradient and AdamW's two moments.
+# Bytes per element of the fp32 weight, the gradient and AdamW's two moments.
 HOME_BYTES = 16
 GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
 

@@ -22,6 +22,6 @@ def collective_bytes(variant: Variant, part: StagePart, micro_batch: MicroBatch)
 def _moved(node: fx.Node, sizes: TracedSizes) -> int:
     if node.op != "call_method" or not _SENT.get(str(node.target)):
         return 0
-    # The unsharded tensor is the operand of a reduce-scatter, and the result of other collectives.
+    # In a reduce-scatter, the operand is the unsharded tensor; in other collectives, the result is.
     result, *operand = sizes.storages(node).values()
     return _SENT[str(node.target)] * (operand[0] if node.target == "start_reduce_scatter" else result)

@@ -26,11 +26,11 @@ from hydragraph.cost.block_pieces import BlockPiece
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.health import Health
 
-LEAST = 5  # samples; a rank with fewer is ignored
-WINDOW = 64  # maximum samples to keep
-BOUND = 4.0  # largest factor, because larger errors have other causes
+LEAST = 5  # minimum number of samples; a rank with fewer samples is ignored
+WINDOW = 64  # maximum number of samples that are kept
+BOUND = 4.0  # maximum factor, because larger errors have other causes
 BEHIND = 1.1  # minimum slowdown of a straggler
-CERTAIN = 4.0  # minimum excess of a straggler, in standard errors of its median
+CERTAIN = 4.0  # by how many standard errors a straggler's median must exceed the base
 COMPUTING = (TimeKind.FORWARD, TimeKind.BACKWARD)
 CORRECTED = tuple(kind for kind in CAUSES if kind is not TimeKind.OTHER)
 

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from hydragraph.cost.rank_memory import Blocks
 
 FILLED = 2
-SHORTEST = 256  # minimum tokens of a useful micro-batch
+SHORTEST = 256  # minimum number of tokens in a useful micro-batch
 KEPT = 16  # maximum cached simulations
-IN_FLIGHT = 2  # assumed number of buckets in flight, each of the largest size
+IN_FLIGHT = 2  # how many buckets of the largest size are assumed to be in flight
 
 
 class Costs(Pricing):

@@ -62,10 +62,10 @@ class Roofline:
     launch_s: float = 4e-6
 
 
-Product = tuple[float, int, int]  # (uses per token of a weight [n, k], n, k)
+Product = tuple[float, int, int]  # for a weight [n, k]: uses per token, n, and k
 ROOFLINE = Roofline()
 UNIFORM = Roofline(1.0, 0.0, math.inf, 0.0)  # all operations reach the same fraction of the peak
-KERNELS = 2  # kernels per product: the product, and fused element-wise operators
+KERNELS = 2  # number of kernels per product: one for the product, and one for fused element-wise operators
 # AdamW reads four fp32 numbers per element and writes three.
 UPDATE_BYTES = 28
 
@@ -219,7 +219,8 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
     by_weight: dict[fx.Node, Product] = {}
     places = {node: i for i, node in enumerate(graph.nodes)}
     entered = [i for node, i in places.items() if node.target is communicate and node.args[1] == "enter"]
-    during_sums: list[list[Product]] = [[] for _ in range(len(entered) + 1)]  # first list: before any sum
+    # The first list contains the products before any sum.
+    during_sums: list[list[Product]] = [[] for _ in range(len(entered) + 1)]
     parameters = 0
     frozen = 0
     frozen_products: list[Product] = []

@@ -61,7 +61,7 @@ class _Meeting:
     left: np.ndarray
     latest: np.ndarray
     last: np.ndarray
-    # actor -> (instruction, arrival time, cause)
+    # for each actor: instruction, arrival time and cause
     entered: dict[int, tuple[int, float, tuple[int, int]]]
 
 
@@ -270,7 +270,7 @@ class EventSimulation:
         if meeting.passage.whole:
             count = len(self._actors)
             if len(meeting.entered) == count:
-                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # the first of equally late actors
+                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # among equally late actors, the first
                 self._begin_together(meeting, range(count), [last] * count)
             return
         later = row & (meeting.latest < ready)

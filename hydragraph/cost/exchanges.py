@@ -20,7 +20,7 @@ def elements_sent(
 
     Args:
         stages: ranks of each stage that uses the bucket, in tensor-parallel order.
-        splits_tokens: whether each rank of a stage computes gradients of part of the tokens.
+        splits_tokens: whether each rank of a stage computes gradients for only a part of the tokens.
     """
     from hydragraph.ir.link_volume import copied, reduced  # numba is imported only to price traffic
 

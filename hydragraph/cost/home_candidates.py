@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Parts = NDArray[np.float64]
-Stages = tuple[tuple[int, ...], ...]  # ranks of each stage that uses a bucket
+Stages = tuple[tuple[int, ...], ...]  # the ranks of each stage that uses a bucket
 
 FEW = 4
-MOST = 8  # stages or second nodes to try
-PLACES = 9  # decimal places to compare
+MOST = 8  # maximum number of stages, and of second nodes, that are tried
+PLACES = 9  # number of decimal places that are compared
 
 
 def candidates(

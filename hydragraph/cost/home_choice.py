@@ -69,7 +69,7 @@ class BucketClass:
     """Buckets of equal form that the same stages use; their owners are chosen together.
 
     Attributes:
-        users: strategy index -> the stages that use the buckets.
+        users: for each strategy index, the stages that use the buckets.
     """
 
     buckets: tuple[Bucket, ...]

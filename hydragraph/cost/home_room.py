@@ -37,7 +37,7 @@ def within(
         sizes: elements of one bucket in each class, over all copies.
         room: M [ranks].
     """
-    from scipy.optimize import linprog  # only needed if the best owners do not fit
+    from scipy.optimize import linprog  # this import is needed only if the best owners do not fit
 
     flat = [(k, parts, cost) for k, row in enumerate(choices) for parts, cost in zip(row, seconds[k], strict=True)]
     cost = np.array([counts[k] * candidate_s for k, _, candidate_s in flat])

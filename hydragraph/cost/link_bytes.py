@@ -41,7 +41,7 @@ class Traffic:
 
     @cached_property
     def pairs(self) -> Mapping[tuple[int, int], int]:
-        """(sender, receiver) -> bytes."""
+        """Bytes by sender and receiver."""
         pairs = zip(self.src.tolist(), self.dst.tolist(), strict=True)
         return dict(zip(pairs, self.size.tolist(), strict=True))
 

@@ -20,7 +20,7 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
 
-# Maximum cached peaks, which need about a megabyte each.
+# Maximum number of cached peaks, each of which needs about a megabyte.
 PEAKS = 256
 
 

@@ -38,7 +38,7 @@ class LinkTable(NamedTuple):
 
 @compiled
 def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return messages' seconds without latency [M], messages' seconds on a card [M], and ranks' seconds [R].
+    """Return the seconds of each message without latency [M] and on a card [M], and the seconds of each rank [R].
 
     Args:
         src, dst: ranks [M].

@@ -37,7 +37,7 @@ from hydragraph.spec.strategy import Strategy
 if TYPE_CHECKING:
     from hydragraph.cost.rank_memory import Blocks
 
-# Message size to compare links.
+# Message size in bytes for which links are compared.
 MESSAGE_BYTES = 1 << 20
 RING_TOKENS = 2048
 

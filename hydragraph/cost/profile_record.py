@@ -18,7 +18,7 @@ _hints_of = cache(get_type_hints)
 
 
 def saved(value: Any) -> Any:
-    """Return a profile, or a value inside it, as JSON values."""
+    """Return a profile, or a value in a profile, as JSON values."""
     if is_dataclass(value):
         return {field.name: saved(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):

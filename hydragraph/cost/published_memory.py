@@ -34,7 +34,7 @@ class MemoryModel:
 
     Attributes:
         hidden, vocab, activation, states, sharded: H, V, A, B and alpha.
-        gap: (maximum devices, bytes), ascending; see `gap_bytes`.
+        gap: pairs of a maximum number of devices and a number of bytes, ascending; see `gap_bytes`.
         margin: bytes left free.
         device: capacity in bytes.
     """

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     Blocks: TypeAlias = CompiledBlocks | ProfileBlocks
 
-ADAMW_STATE_BYTES = 3 * WEIGHT_BYTES  # weight and AdamW's two moments
-INTEGER_BYTES = 8  # token ids, positions and labels
+ADAMW_STATE_BYTES = 3 * WEIGHT_BYTES  # bytes of the weight and of AdamW's two moments
+INTEGER_BYTES = 8  # bytes of a token's id, position and label
 
 
 @dataclass(frozen=True)
@@ -313,8 +313,9 @@ class MemoryWalk:
         traffic = self._traffic_of(Op.PUSH, name)
         link = self._pushed(traffic)
         total = gradients(name)
-        kept = () if link.outgoing else (total,)  # if no copy is made, the value itself is sent
-        size = max(link.outgoing + link.incoming, link.handed)  # to first owners, then to second owners
+        kept = () if link.outgoing else (total,)  # the value itself is sent if no copy is made
+        # Gradients move to first owners, and then to second owners.
+        size = max(link.outgoing + link.incoming, link.handed)
         # A second push of a bucket (of another pipeline or stage) is received beside the first
         # owner's sum.
         if bucket_of(name) in self._pushed_before and not self._stays_home(name):

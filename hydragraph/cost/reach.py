@@ -53,7 +53,8 @@ class AttentionReach:
 
 WHOLE = AttentionReach()
 
-Near = tuple[tuple[AttentionReach, float], ...]  # seconds per unit of q(l), sorted by `AttentionReach.order`
+# Pairs of a reach and its seconds per unit of q(l), sorted by `AttentionReach.order`.
+Near = tuple[tuple[AttentionReach, float], ...]
 
 
 def total(parts: Iterable[tuple[float, Near]]) -> Near:

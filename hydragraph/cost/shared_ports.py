@@ -14,7 +14,7 @@ from dataclasses import dataclass
 # Tolerates rounding.
 FULL = 1 + 1e-9
 
-Used = tuple[tuple[int, float], ...]  # (resource, fraction of the time)
+Used = tuple[tuple[int, float], ...]  # a resource, and the fraction of the time in which it is used
 
 
 @dataclass(eq=False, slots=True)
@@ -27,7 +27,7 @@ class Flow:
     used: Used
     rate: float = 0.0
     since: float = 0.0
-    version: int = 0  # number of rate changes; each change invalidates the computed end
+    version: int = 0  # how often the rate has changed; each change makes the computed end invalid
 
 
 class Flows:

@@ -42,7 +42,7 @@ class Transfers:
 
     @cached_property
     def pairs(self) -> Mapping[Pair, float]:
-        """(sender, receiver) -> bytes."""
+        """Bytes by sender and receiver."""
         return dict(zip(zip(self.src.tolist(), self.dst.tolist(), strict=True), self.size.tolist(), strict=True))
 
     @property
@@ -163,7 +163,7 @@ class RankLinks:
         groups = self._groups
         ranks = len(self._node)
         used: list[list[tuple[int, float]]] = [[] for _ in range(groups)]
-        for base, at in ((0, src), (groups, dst)):  # only the group's busiest port counts
+        for base, at in ((0, src), (groups, dst)):  # among the ports of a group, only the busiest counts
             busiest = np.zeros(groups)
             np.maximum.at(busiest, self._group, np.bincount(at, moving, ranks))
             for g in np.flatnonzero(busiest):

@@ -23,7 +23,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 PLAIN = "plain data parallelism"
-UNEVEN = 1.1  # largest share divided by the smallest
+UNEVEN = 1.1  # minimum ratio of the largest share to the smallest for which shares are described as unequal
 
 
 def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str, ...]:

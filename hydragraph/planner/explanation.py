@@ -15,9 +15,9 @@ from hydragraph.spec.pipeline import GRADIENTS, Pipeline
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-SHOWN = 6  # maximum rivals to show
+SHOWN = 6  # maximum number of rivals that are shown
 STREAMS = {True: "streaming weights and gradients", GRADIENTS: "streaming gradients"}
-TIGHT = 0.9  # an unmeasured plan that needs more than this fraction of memory gets a warning
+TIGHT = 0.9  # a plan without measurements gets a warning if it needs more than this fraction of memory
 
 
 @dataclass(frozen=True)

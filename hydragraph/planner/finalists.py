@@ -46,11 +46,11 @@ FEW = 16
 MANY = 64
 # Estimated savings below this fraction are seldom real.
 SAVES = 0.003
-# Maximum plans to check during replanning.
+# Maximum number of plans that are checked during replanning.
 SETTLED = 6
 # Number of best proposals that are also tried with fewer pipelines.
 LEANER = 3
-# Maximum proposals whose micro-batches are formed before the first memory check.
+# Maximum number of proposals whose micro-batches are formed before the first memory check.
 CUT = 4
 # The exact time is seldom below this fraction of the `promised` time.
 PROMISED = 0.97
@@ -199,7 +199,7 @@ def finalists(
         if proposal is None:
             break
         if proposal.strategy in settled:
-            continue  # already checked with better micro-batches
+            continue  # this proposal was already checked with better micro-batches
         able = len(settled) < _simulations(costs) and not is_late(until, SIMULATION * each_s)
         asked = (proposal.strategy, proposal.assignment)
         one = known.get(asked)
@@ -231,7 +231,7 @@ class _Queue:
     _cut: set[Strategy] = field(default_factory=set)
     _cut_s: float = 0.0
     _numbers: Iterator[int] = field(default_factory=count)
-    # (seconds, insertion index, whether micro-batches must be formed, proposal)
+    # entries: seconds, index of insertion, whether micro-batches must be formed, and proposal
     _heap: list[tuple[float, int, bool, Proposal]] = field(default_factory=list)
 
     def add_all(self, estimates: Sequence[Proposal]) -> None:

@@ -33,10 +33,10 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 AT_ONCE_S = 0.3  # default deadline
-RUNNING = 3  # maximum number of known strategies
+RUNNING = 3  # maximum number of known strategies that are estimated
 FEWEST = 5  # minimum number of estimates
-SEARCHING = 0.6  # fraction of the deadline for the search
-SLOW = 1.5  # rate above which plans without the rank are also tried
+SEARCHING = 0.6  # fraction of the deadline that the search may use
+SLOW = 1.5  # if a rank's rate is above this, plans without the rank are also tried
 
 
 @dataclass(frozen=True)

@@ -28,17 +28,17 @@ from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-# Maximum strategies priced to improve one strategy.
+# Maximum number of strategies that are priced to improve one strategy.
 PRICED = 200
 # Number of moves from which the best is chosen, because the first gain is often a dead end.
 AT_ONCE = 24
-# Fraction of the time that a move must save.
+# Minimum fraction of the time that a move must save.
 SAVES = 1e-3
 # Moves are priced only if their `pace` is below this multiple of the best time.
 REACH = 1.15
-# Assumed exposed fraction of pull and push.
+# Fraction of pull and push that is assumed to be exposed.
 WAITED = 0.25
-# Devices slower than their node's healthiest by this factor may stay idle.
+# Devices may stay idle if they are slower than the healthiest device of their node by this factor.
 SLOW = 1.5
 
 Devices = tuple[int, ...]

@@ -16,7 +16,7 @@ from hydragraph.cost.measured_profile import Scheme
 from hydragraph.cost.schemes import Schemes
 from hydragraph.planner.tuning_set import Strategy, TuningSet
 
-# Maximum candidates improved per group of mini-batches, and exchanges per candidate.
+# Maximum number of candidates that are improved per group of mini-batches, and of exchanges per candidate.
 STARTS = 4
 ROUNDS = 16
 WORTH = 1e-3

@@ -17,7 +17,7 @@ from hydragraph.planner.streamed_data_parallelism import streaming_fits
 from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
-# Maximum factors for memory and devices.
+# Maximum factors by which memory and the number of devices are multiplied.
 MOST = 64
 MANY = 8
 NEARLY = 0.04  # relative precision

@@ -70,15 +70,15 @@ WAYS: dict[str, tuple[SearchMethod, ...]] = {
 
 ORDERS: dict[str, Order] = {"search": "exact", "metis": "memory", "auto": "exact"}
 
-# Usable fractions of memory, tried in turn while no plan fits.
+# Usable fractions of memory, which are tried in turn until a plan fits.
 SAFETIES = (SAFETY, 0.88, 0.7)
 # If the state exceeds the fraction TIGHT of memory, the search is repeated with ROOMY times the usable memory.
 TIGHT = 0.1
 ROOMY = 1.2
-# Maximum candidates kept per search.
+# Maximum number of candidates that each search keeps.
 SETTLED = 6
 FEW = 64
-# Maximum plans kept from Metis's search in "auto".
+# Maximum number of plans that "auto" keeps from Metis's search.
 STAGED = 2
 # The plan that moves the fewest bytes is chosen among plans within this fraction of the best time.
 NEAR = 0.005
@@ -88,7 +88,7 @@ AGAIN = 0.01
 SEARCHING = 0.9
 FINDING = 0.65
 CLIMBS = 3
-# Maximum candidates for the iteration planner; each must save the fraction WORTH of the time.
+# Maximum number of candidates for the iteration planner; each must save the fraction WORTH of the time.
 CANDIDATES = 4
 WORTH = 1e-3
 

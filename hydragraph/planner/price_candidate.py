@@ -32,7 +32,7 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
 
-Line = tuple[float, float]  # (fixed bytes, bytes per unit share of the state)
+Line = tuple[float, float]  # fixed bytes, and bytes for a share of 1 of the state
 
 STREAMED_ROUNDS = 5
 MOVES = 64
@@ -378,7 +378,7 @@ class _DecisiveBatches:
     """Micro-batches that determine memory. If a pipeline is full, further micro-batches add only their tokens' bytes.
 
     Attributes:
-        largest: each pipeline's largest micro-batches, as many as fill it.
+        largest: for each pipeline, as many of its largest micro-batches as fill the pipeline.
         tokens: tokens of each pipeline.
         every: tokens of the mini-batch.
     """

@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 QUICK = SearchEffort(kicks=1, enough=2e-2)
 SIMULATED = 3
-# Maximum reassignments while a rank has too little memory.
+# Maximum number of reassignments while a rank has too little memory.
 ROUNDS = 8
-# Maximum ranks for which strategies are simulated.
+# Maximum number of ranks for which strategies are simulated.
 FEW = 128
 
 
@@ -136,7 +136,7 @@ class MiniBatchPrices:
             limits = {p: self.costs.max_len(p, whole, beside) for p in strategy.pipelines}
             priced_pipelines = zip(strategy.pipelines, self.pipelines(strategy), strict=True)
             return [replace(cost, max_len=min(cost.max_len, limits[p])) for p, cost in priced_pipelines]
-        if strategy.shares:  # a pipeline's time depends on other pipelines
+        if strategy.shares:  # here, the time of a pipeline depends on other pipelines
             return self.costs.pipelines(strategy)
         pipeline_costs = []
         for pipeline in strategy.pipelines:

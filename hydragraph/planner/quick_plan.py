@@ -17,11 +17,11 @@ from hydragraph.spec.strategy import Strategy
 QUADRATIC_FROM = 4096
 # Fixed cost of a micro-batch, in tokens.
 OVERHEAD_TOKENS = 32
-# Maximum tokens of a micro-batch, unless one sequence is longer.
+# Maximum number of tokens in a micro-batch, unless one sequence is longer.
 MICRO_BATCH_TOKENS = 8192
-# Assumed minimum tokens for which a micro-batch uses a device well.
+# Number of tokens from which a micro-batch is assumed to use a device well.
 USEFUL_TOKENS = 256
-# Minimum micro-batches per stage, which limits a pipeline's bubble to a third.
+# Minimum number of micro-batches per stage, which limits a pipeline's bubble to a third.
 MICRO_BATCHES_PER_STAGE = 2
 
 

@@ -18,8 +18,8 @@ from hydragraph.planner.rental_price import RentalPrices, per_million_tokens
 from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
-ROUNDING = 1e-9  # relative tolerance for sums of prices
-# Maximum combinations of nodes to compare, and incomplete combinations to examine.
+ROUNDING = 1e-9  # relative tolerance when sums of prices are compared
+# Maximum number of combinations of nodes that are compared, and of incomplete combinations that are examined.
 MOST = 256
 EXAMINED = 5_000
 
@@ -95,7 +95,7 @@ def _without_idle_nodes(costs: Costs, plan: Callable[[Costs], Plan]) -> tuple[Co
 
 
 def affordable(costs: Costs, workload: Workload, prices: RentalPrices, budget: float) -> list[tuple[int, ...]]:
-    """Return the ranks of the maximal combinations of whole nodes that the budget pays for.
+    """Return the ranks of each combination of whole nodes that the budget pays for and to which no node can be added.
 
     If there are more than `MOST`, return those with the most computing power.
     """
@@ -141,7 +141,7 @@ def _maximal(
     examined = 0
     while heap and (examined < EXAMINED or not found):
         examined += 1
-        # Without a result so far, complete the combination with the most nodes.
+        # If there is no result yet, complete the combination with the most nodes.
         if examined > EXAMINED:
             heap = [max(heap, key=lambda each: (len(each[1]), each[1]))]
         _, counts = heappop(heap)

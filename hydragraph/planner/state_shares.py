@@ -107,7 +107,8 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
         if parts is None:
             continue
         if given.copies > 1 and _of_node(parts, nodes).max() > 0.5 - EXACT:
-            shares = np.round(parts / parts.max(), PLACES)  # coarser rounding would change the node's half
+            # With coarser rounding, the node would no longer have exactly half.
+            shares = np.round(parts / parts.max(), PLACES)
         else:
             shares = _rounded(parts, free)
         if len({node for node, share in zip(nodes, shares, strict=True) if share}) >= given.copies:

@@ -14,7 +14,8 @@ from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 Strategy = tuple[Scheme, ...]
 
-# Maximum of sequences * devices; only the first mini-batches of larger sets are used.
+# Maximum of the number of sequences times the number of devices. If a set is larger, only its first mini-batches are
+# used.
 WORK = 3_000_000
 
 

@@ -42,7 +42,7 @@ from hydragraph.planner.bisection import above, bisect
 Floats = NDArray[np.float64]
 
 HOLDS_FOR = WHOLE_BACKWARD
-# Maximum groups of lengths per linear program, and maximum programs.
+# Maximum number of groups of lengths in a linear program, and maximum number of programs.
 GROUPS = 200
 ROUNDS = 3
 FORBIDDING = 1e6

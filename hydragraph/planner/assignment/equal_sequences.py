@@ -23,9 +23,9 @@ from hydragraph.planner.quick_plan import too_long
 from hydragraph.spec.assignment import Assignment
 
 PRECISION = 1e-9
-ROUNDING = 1e-6  # tolerance for counts of sequences
+ROUNDING = 1e-6  # tolerance for rounding errors in numbers of sequences
 LEAST_S = 1e-12  # per sequence
-# Relative sizes to try for a pipeline's first micro-batches and, reversed, for its last.
+# Relative sizes that are tried for a pipeline's first micro-batches and, in reverse order, for its last.
 RAMPS = ((), (0.5,), (0.15,), (0.33, 0.67), (0.1, 0.5), (0.2, 0.4, 0.6, 0.8))
 
 
@@ -51,7 +51,7 @@ def by_formula(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Ass
 def rebalance(
     counts: list[int], end: Callable[[int, int], float], takers: Sequence[int], gain: float, moves: float
 ) -> None:
-    """Move work from the last pipeline to end to the one of `takers` that then ends first, while this saves `gain`."""
+    """Move work from the last pipeline to the one of `takers` that then ends first, while this saves `gain`."""
     while moves > 0:
         last = max(range(len(counts)), key=lambda p: end(p, counts[p]))
         taker = min((p for p in takers if p != last), key=lambda p: end(p, counts[p] + 1), default=last)

@@ -37,15 +37,15 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 # Columns of `terms`.
-BUBBLE = 0  # PP - 1, with PP stages
-FIXED = 1  # seconds added to the end time
-QUADRATIC = 2  # a, b and c of T(l) = a l^2 + b l + c
+BUBBLE = 0  # PP - 1 for a pipeline of PP stages
+FIXED = 1  # seconds that are added to the end time
+QUADRATIC = 2  # the coefficients a, b and c of T(l) = a l^2 + b l + c
 LINEAR = 3
 OVERHEAD = 4
-MAX_LEN = 5  # maximum tokens of a micro-batch
-UTIL_LEN = 6  # desired minimum tokens of a micro-batch
+MAX_LEN = 5  # maximum number of tokens in a micro-batch
+UTIL_LEN = 6  # desired minimum number of tokens in a micro-batch
 MODE = 7
-COLUMNS = 8  # then, for each of W reaches (`cost.reach`): window, chunk, seconds per pair
+COLUMNS = 8  # the following columns, for each of W reaches (`cost.reach`): window, chunk, seconds per pair
 
 EQ3 = 0.0
 FORMED = 1.0
@@ -110,7 +110,7 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     else:
         best = load / alone  # more micro-batches do not shorten the bubble
         if c > 0.0:
-            best = min(best, math.sqrt(bubble * load / c))  # minimizes c V + (PP - 1) load / V
+            best = min(best, math.sqrt(bubble * load / c))  # this V minimizes c V + (PP - 1) load / V
         best = min(max(best, low), high)
     # The function is convex in V, so the best integer is next to the best real number.
     below = min(max(math.floor(best), low), high)
@@ -138,7 +138,7 @@ def recount(placed: Ints, instance: AssignmentArrays, extra: Floats, changed: Bo
 
     Args:
         extra: seconds to add to each end time [P].
-        changed: pipelines to recompute [P]; all False afterwards.
+        changed: whether to recompute each pipeline [P]; set to False afterwards.
     """
     n = len(placed)
     # Sums are recomputed, not updated, so that equal assignments have bitwise equal ends.
@@ -192,7 +192,7 @@ def longest_first(instance: AssignmentArrays, start: Ints, fullest: bool) -> Int
     longest = np.zeros(pipelines)  # in tokens
     ends = np.zeros(pipelines)
     placed = np.full(n, -1, np.int64)
-    front = np.empty(kinds, np.int64)  # first pipeline of each kind to finish
+    front = np.empty(kinds, np.int64)  # for each kind, the pipeline that finishes first
     least = np.empty(kinds)
     for i in range(n):
         # Equal pipelines have equal formulas. Comparing one of each kind makes a sequence cost

@@ -37,7 +37,9 @@ class AssignmentProblem:
 
     @property
     def hardest(self) -> list[tuple[float, list[int]]]:
-        """Pairs (length, kinds): length of the longest sequence that fits exactly these kinds of pipelines."""
+        """Pairs (length, kinds), in which the length is that of the longest sequence that fits exactly these kinds of
+        pipelines.
+        """
         fits = np.isfinite(self.cost)
         longest = np.flatnonzero(np.diff(fits.sum(1), prepend=-1))
         return [(float(self.lengths[i]), np.flatnonzero(fits[i]).tolist()) for i in longest]

@@ -38,9 +38,9 @@ from hydragraph.planner.assignment.local_search import LEAST_GAIN, NEAR, Floats,
 
 Bools = NDArray[np.bool_]
 
-# Minimum relative gains of a step, tried in turn.
+# Minimum relative gains of a step, which are tried in turn.
 GAINS = (3e-3, LEAST_GAIN)
-# Maximum forwards and backwards that a search simulates.
+# Maximum number of forwards and backwards that a search simulates.
 TASKS = 500_000
 TRIAL = 20
 
@@ -165,7 +165,7 @@ def end_with(p: int, order: Ints, count: int, plan: PartialAssignment, given: Se
 
 @compiled
 def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: PartialAssignment, given: Sequences) -> bool:
-    """Write micro-batch m with `more` instead of `less` to trial row `at`; return whether the result fits.
+    """Replace sequence `less` of micro-batch m by `more` in trial row `at`; return whether the result fits.
 
     Args:
         m: micro-batch of pipeline p; -1: an empty one.

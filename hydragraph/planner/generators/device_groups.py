@@ -20,7 +20,7 @@ from hydragraph.planner.generators.group_prices import DeviceSite, LayerPrices, 
 
 T = TypeVar("T")
 
-# Maximum splits of a node with stragglers, and combinations of degrees to try in full.
+# Maximum number of splits of a node with stragglers, and maximum number of combinations of degrees that are all tried.
 SPLITS = 3
 COMBINATIONS = 256
 
@@ -173,7 +173,7 @@ def _split(
         return even
     sizes = tuple(d for d in degrees if d <= degree)
     ranked = _ranked(node, sizes, tuple(seconds[d] for d in sizes))
-    if not ranked:  # no groups of these sizes use all devices
+    if not ranked:  # groups of these sizes cannot use all devices
         return even
     if place == 1:
         return ranked[0]

@@ -36,7 +36,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.assignment.local_search import Floats, Ints
 
-# Tokens per level, and parts per pipeline, as in the paper.
+# Number of tokens per level, and number of parts of a pipeline, as in the paper.
 STEP = 128
 PIPELINE_STEPS = 10
 # Smallest maximum length, in levels, for which strategies are proposed.
@@ -163,7 +163,7 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
                 d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
                 grown = max(d, 1) * devices[k]
                 if grown >= best:
-                    break  # longer intervals need no fewer devices
+                    break  # longer intervals need at least as many devices
                 total = units[above] + grown
                 if total < best:
                     best = total
@@ -194,7 +194,8 @@ def least(data: Histogram, devices: int) -> FractionalStrategy:
     last = data.work.shape[1] - 1
     budget = devices * PIPELINE_STEPS
     low = 0.0
-    high = float(data.work[data.levels >= last, last].max()) * PIPELINE_STEPS  # enough for a tenth of a pipeline
+    # This accuracy is enough for a tenth of a pipeline.
+    high = float(data.work[data.levels >= last, last].max()) * PIPELINE_STEPS
     best: FractionalStrategy | None = None
     while best is None or high - low > 1e-12 * high:
         t = high if best is None else (low + high) / 2
@@ -242,7 +243,7 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
     low = [math.floor(fractional[s] + 1e-9) for s in schemes]
     choices = [(n, n + 1) if fractional[s] > n + 1e-9 else (n,) for n, s in zip(low, schemes, strict=True)]
     sizes = [tp * pp for tp, pp in schemes]
-    reach = min(proposal.shares[-1].upto, context)  # the last level may end above the context
+    reach = min(proposal.shares[-1].upto, context)  # the last level may contain lengths above the context
     longest = [profile.max_len(s, devices) >= reach for s in schemes]
     kept = []
     for counts in product(*choices):

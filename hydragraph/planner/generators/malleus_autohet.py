@@ -17,16 +17,16 @@ from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Group
 from hydragraph.planner.generators.pipelines_of_groups import Partition, PipelinePricing, numbers
 from hydragraph.planner.price_candidate import SearchCandidate
 
-# Maximum partitions to improve by exchanges, and to keep.
+# Maximum number of partitions that exchanges improve, and maximum number that is kept.
 IMPROVED = 6
 KEPT = 12
 # Partitions into pipelines are kept if they take at most this multiple of the best time.
 WITHIN = 1.25
-# Groups slower than the healthiest by this factor may stay idle.
+# Groups may stay idle if they are slower than the healthiest group by this factor.
 SLOW = 1.5
 # Groups of the weakest kinds of devices may stay idle, up to this fraction of all power.
 WEAK = 0.3
-# Sequences per micro-batch to try.
+# Numbers of sequences per micro-batch that are tried.
 SIZES = (1, 2, 4, 8, 16)
 
 
@@ -72,7 +72,7 @@ def search(
     free = free_bytes(costs, sequences * length, safety)
     best = math.inf
     by_shape: dict[object, SearchCandidate] = {}
-    last = math.inf  # seconds of the worst candidate to keep
+    last = math.inf  # seconds of the slowest candidate that is kept
 
     def worth() -> float:
         return min(WITHIN * best, last)

@@ -39,9 +39,9 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Required total rooms to try, as fractions of the state.
+# Total rooms that are required in turn, as fractions of the state.
 ROOMS = (1.01, 1.05)
-# Factors on the slowest stage's time: the largest that counts as a gain, and the limits of the search.
+# Ratios to the slowest stage's time: the maximum that counts as a gain, and the limits of the search.
 WORTH = 0.985
 SLOWEST = 1.5
 QUICKEST = 0.5

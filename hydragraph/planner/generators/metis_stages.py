@@ -36,7 +36,7 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-# Maximum device types (all orders are tried).
+# Maximum number of device types, because all orders of types are tried.
 _MOST_TYPES = 5
 _FLYING = (1, 2, 4, 8, 16)
 # Bytes of messages in flight as a fraction of weights and gradients, and the usable fraction of memory.
@@ -60,7 +60,7 @@ def staged(
     """
     devices = TypedDevices(costs)
     plans: dict[Strategy, Candidate] = {}
-    likely: set[Strategy] = set()  # plans with no more micro-batches in flight than the search assumed
+    likely: set[Strategy] = set()  # keep plans with at most as many micro-batches in flight as the search assumed
     laid: dict[object, Candidate | None] = {}
     for recompute in (False, True):
         if is_late(until):

@@ -25,7 +25,7 @@ from hydragraph.kernels.numba_compiler import compiled
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Multiples of the least bound to try.
+# Multiples of the least bound that are tried.
 LOOSER = np.array([1.0, 1.03, 1.07, 1.15, 1.3, 1.6, 2.0, 3.0, 6.0, 1e9])
 FORGIVEN = 1e-12
 

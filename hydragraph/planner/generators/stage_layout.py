@@ -47,7 +47,7 @@ class Option(NamedTuple):
 
 NUMBERS = Option._fields[1:]
 _AUX, _LAYER, _FIRST, _LAST, _STATE, _FIRST_BYTES, _LAST_BYTES, _KEPT, _OWN = range(9)
-# Columns of a form: slowdown, a rank's bytes besides its share of the state, and seconds of pull and push per byte of
+# Columns of a form: slowdown, a rank's bytes without its share of the state, and seconds of pull and push per byte of
 # weights and gradients.
 _RATE, _MEMORY, _PASSING = range(3)
 # The forward's fraction of a micro-batch's time, and the fraction of traffic that is weights (16 bits; gradients: 32).

@@ -27,7 +27,7 @@ from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
 
 Floats = NDArray[np.float64]
-# Maximum plans of each category.
+# Maximum number of plans of each category.
 KEPT = 4
 
 

@@ -265,10 +265,10 @@ def best_labels(
     layers = tables.share.size
     fixed = batches * tables.generator
     room = 4096
-    # A label: sum, t, o, g, and the pending transfer's size (in numbers) and sender's bandwidth.
+    # Entries of a label: sum, t, o, g, and for the pending transfer, its size (in numbers) and the sender's bandwidth.
     value = np.zeros((room, 6))
-    # A label's origin: previous label, option, end of its layers, next label at the same ranks and layers, and number
-    # of stages (at most `fewest`).
+    # Entries of a label's origin: previous label, option, end of its layers, next label at the same ranks and layers,
+    # and number of stages (at most `fewest`).
     origin = np.zeros((room, 5), dtype=np.int64)
     heads = np.full((ranks + 1, layers + 1), -1, dtype=np.int64)
     latest_at = np.full(ranks + 1, np.inf)

@@ -39,7 +39,7 @@ MEMORY = 1
 
 PIECES = 7
 ATTEMPTS = 3
-# Memory of a stage without layers.
+# Memory that a stage without layers is assumed to need.
 LEAST_MB = 0.001
 
 
@@ -303,7 +303,7 @@ def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
             added[s] += gain
             room[s] -= gain
             missing -= gain
-        if missing == before:  # Metis's program would loop forever here
+        if missing == before:  # in this case, Metis's program would loop forever
             return False
     speed[:] = added + lowered
     return True
@@ -413,7 +413,9 @@ def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
 
 @compiled
 def level(share: Floats, stage: Ints, capacity: Floats) -> bool:
-    """Move a neighbor's layer to the stage with most capacity left, c, unless a stage would then have more than c."""
+    """Move a neighbor's layer to the stage with the most free capacity c, unless some stage would then have more than
+    c.
+    """
     count = capacity.size
     most = int(np.argmax(capacity))
     near = -1

@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# Metis's factor on the measured memory of layers.
+# Factor by which Metis multiplies the measured memory of layers.
 MEMORY_FACTOR = 5.0
 
 
