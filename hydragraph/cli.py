@@ -78,12 +78,12 @@ def main(began: float | None = None) -> None:
     """Run the command line. A command's deadline counts from `began`."""
     os.environ.update(spinning(os.environ))  # before anything imports PyTorch
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # the shell closed this stream
+        if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     plan_devices.began = began
     try:
         app()
-    except OSError as error:  # --version or --help could not print
+    except OSError as error:
         _complain(_said(error), debug=False)
         sys.exit(_FAILED)
     finally:

@@ -54,7 +54,7 @@ class Saver:
         if self._groups is None:
             # The thread needs its own communicators: in shared ones, its
             # messages could meet those of a step.
-            world = replace(self._world, backend="gloo")  # this group only sends Python objects
+            world = replace(self._world, backend="gloo")
             self._groups = Groups(world, self._timeout)
         prepared = save_and_load.prepare(path, home, optimizer, extra, groups)
         with removed_after_error(prepared.scratch, self._world.rank):

@@ -20,7 +20,7 @@ def file_errors(directory: Path, shown: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:  # the error of a full disk does not contain a file name
+        if error.errno is not None and error.filename is None:
             error.filename = str(shown)
         raise
     except Exception as error:

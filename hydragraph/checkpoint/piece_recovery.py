@@ -102,7 +102,7 @@ class Recovery:
                 recovered = self._read(newest, common)
                 pieces.series = recovered.kept.series
                 return recovered
-            except ValueError as error:  # every rank raises this error
+            except ValueError as error:
                 if not any(self.groups.gather(len(pieces.unreadable) > unreadable_before)):
                     raise
                 if len(pieces.unreadable) > unreadable_before:

@@ -25,7 +25,7 @@ class StorageTier(IntEnum):
 
     MEMORY = 0
     DISK = 1
-    STORE = 2  # storage that all nodes share
+    STORE = 2
 
 
 @dataclass(frozen=True, order=True)

@@ -58,8 +58,8 @@ from hydragraph.version import __version__
 
 _LOG = logging.getLogger(__name__)
 
-ENTRY = "hydragraph"  # name of the checkpoint's non-tensor entry
-BUFFERS = "buffers"  # key under which `extra` contains the persistent buffers
+ENTRY = "hydragraph"
+BUFFERS = "buffers"
 MODEL = "model"
 
 

@@ -37,7 +37,7 @@ _PIECE = re.compile(r"(\d+)-(\d+)\.safetensors")
 _COMMON = "common.pt"
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "r2"}  # protocols of fsspec
 _BLOCK = 1 << 20  # bytes per checksum
-_HEAD = 8  # size in bytes of the field that contains the header's length
+_HEAD = 8
 
 
 @dataclass(frozen=True, order=True)
@@ -207,7 +207,7 @@ class Pieces:
         if not re.fullmatch(r"[0-9a-z]*", run):
             raise ValueError(f"pieces: run={run!r}: use only lower-case letters and digits")
         self.last: StoredCheckpoint | None = None
-        self.series = ""  # the series that was last written or read
+        self.series = ""
         self.unreadable: set[tuple[StorageTier, StoredCheckpoint, StatePiece | None]] = set()  # None means `common.pt`
         self._keep = keep
         self._run = run
@@ -359,7 +359,7 @@ class Pieces:
             for name, data in files.items():
                 shelf.put(name, data)
         except Exception:
-            with suppress(Exception):  # the disk may be full
+            with suppress(Exception):
                 shelf.drop(kept.folder)
             raise
         self._written[tier] = kept
@@ -407,7 +407,7 @@ class PieceFile:
             raise self._damaged(f"{key} is truncated")
         # bytes [1.5, 2.5) MiB are in blocks 1 and 2: block = 1, past = 3,
         #   and bytes [1, 3) MiB are read
-        block, past = low // _BLOCK, -(-high // _BLOCK)  # each block of the file has a checksum
+        block, past = low // _BLOCK, -(-high // _BLOCK)
         start, stop = block * _BLOCK, min(past * _BLOCK, end - begin)
         data = bytearray(self._shelf.get(self._name, self._start + begin + start, self._start + begin + stop))
         if len(data) != stop - start:

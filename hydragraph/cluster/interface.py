@@ -16,7 +16,7 @@ from hydragraph.cluster.processes.rendezvous_stores import is_loopback, resolved
 
 # Addresses reserved for documentation (RFC 5737, RFC 3849); packets to them would use the default route.
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
-_SIOCGIFADDR = 0x8915  # Linux's request code for the IPv4 address of an interface
+_SIOCGIFADDR = 0x8915
 
 
 def interface_for(address: str) -> str | None:
@@ -65,6 +65,6 @@ def address_of(name: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:  # the interface has no address
+        except OSError:
             return None
     return socket.inet_ntoa(answer[20:24])

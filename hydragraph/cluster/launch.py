@@ -51,11 +51,11 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 _MOST = 1024  # maximum number of processes per host; each needs about 0.3 GB
-_ASK_S = 5.0  # time limit for one attempt to reach the launcher's store
-_REACHED_S = 300.0  # time limit for all attempts to reach the launcher's store
+_ASK_S = 5.0
+_REACHED_S = 300.0
 _ARRIVAL_POLL_S = 0.01
 _HERE = "hydragraph/here"
-_ARRIVAL = timedelta(minutes=30)  # time limit for all ranks to arrive
+_ARRIVAL = timedelta(minutes=30)
 
 # A fork takes 10 ms, an import of torch seconds. On macOS, forks are unsafe.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
@@ -151,7 +151,7 @@ def _of_this_rank(asked: torch.device | str | None) -> tuple[torch.device, int]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
         gpus = torch.cuda.device_count()
-        member = here()  # a member's local rank may change, but its GPU stays the same
+        member = here()  # a member's local rank may change, but not its GPU
         own = (local_rank if member is None else member.gpu) % gpus
         device = torch.device("cuda", own if device.index is None else device.index)
         torch.cuda.set_device(device)

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
-PACKAGE = str(Path(__file__).parents[2])  # folder that contains this package
-GONE = (EOFError, OSError, pickle.UnpicklingError)  # errors that `Worker.ask` raises if the process has ended
+PACKAGE = str(Path(__file__).parents[2])
+GONE = (EOFError, OSError, pickle.UnpicklingError)
 
 
 def start_module(

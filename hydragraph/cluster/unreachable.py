@@ -13,7 +13,7 @@ from hydragraph.cluster.processes.rendezvous_stores import resolved
 from hydragraph.errors import Unreachable
 
 _KEY = "hydragraph/listening"
-_MOST = 4  # maximum number of machines that an error lists
+_MOST = 4
 TOLD_S = 10.0  # after this time, a process logs that it is waiting for the first machine
 _FAILED = re.compile(r"connectFullMesh failed.*?: (?P<why>[^:]*), remote=\[(?P<address>[^\]]*)\]", re.DOTALL)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hydragraph.spec.strategy import Strategy
     from hydragraph.spec.training_workload import Workload
 
-began: float | None = None  # time at which the command started
+began: float | None = None
 COMPILING = 0.6  # fraction of the deadline that may be spent on compiling graphs
 EXPLAINING = 1.0  # maximum ratio of the time for explaining the plan to the planning time
 OFFERED = 4  # maximum number of rental offers that are printed
@@ -217,7 +217,7 @@ def _write(plan: Plan, path: Path, asked: PlanOptions, costs: Costs) -> str:
         priced["profile"] = profile
         if asked.health is not None:
             priced["health"] = str(asked.health)
-            if asked.budget is not None:  # rented ranks are numbered differently
+            if asked.budget is not None:
                 priced["health"] = str(path.with_name(f"{path.stem}-health.yaml"))
                 costs.health.save(priced["health"])
     unknown = "; without a profile, --health has no effect on the run" if asked.health and not asked.profile else ""

@@ -26,7 +26,7 @@ from hydragraph.train.config import TrainConfig
 if TYPE_CHECKING:
     from hydragraph.spec.training_workload import Workload
 
-TOKENS = 100_000  # default number of tokens per mini-batch
+TOKENS = 100_000
 METHODS = "auto|mixed|straggler|search|metis"
 
 

@@ -14,7 +14,7 @@ _SETTINGS = (
     *("model", "dtype", "layers", "parameters", "fingerprint"),
     *("ranks", "backend", "device", "hydragraph", "torch", "home"),
 )
-_LONG = 4000  # maximum number of lines that are compared one by one
+_LONG = 4000  # maximum number of lines to compare one by one
 
 
 def folder_diff(one: ShownFolder, other: ShownFolder) -> Iterator[str]:

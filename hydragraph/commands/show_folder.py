@@ -24,7 +24,7 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
 WIDTH = 100  # printed columns
-ROWS = 24  # maximum number of printed rows of a list
+ROWS = 24
 
 
 @dataclass(frozen=True)

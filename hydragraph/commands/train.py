@@ -146,7 +146,7 @@ def train_command(options: TrainOptions) -> None:
         _print(f"hydragraph: {overdue()}")
         raise typer.Exit(1) from None
     if outcome is None:
-        return  # the leading machine reports the outcome
+        return
     if outcome.stopped:
         if elected or leads():
             _print_stop(outcome, config)
@@ -175,9 +175,7 @@ def surviving(config: TrainConfig, store: str | None = None) -> TrainConfig:
     # machine.
     starts = config.measures
     if launched():
-        alone = (
-            os.environ.get("LOCAL_WORLD_SIZE", "1" if store else "") == "1"
-        )  # the launcher starts one process per machine
+        alone = os.environ.get("LOCAL_WORLD_SIZE", "1" if store else "") == "1"
         more = config.ranks > int(os.environ["WORLD_SIZE"])
         starts = alone and (config.measures or more) and (store is not None or "MASTER_ADDR" in os.environ)
     return replace(config, elastic=replace(keys, min_ranks=1)) if starts else config
@@ -355,7 +353,7 @@ def _print_events(outcome: RunOutcome) -> None:
     every = read_events(outcome.folder.events)
     events = [event for event in every if event.event != "saved"]
     if all(event.event == "resumed" and not event.lost_steps for event in events):
-        return  # the run resumed but trained no step
+        return
     headings = ("step", "event", "ranks", "why")
     table = new_table("Lost, slow and new ranks", headings, left=headings)
     for event in events:

@@ -19,13 +19,13 @@ from hydragraph.ir.value import ValueKind, gradients, parse_value, weights
 class TimeKind(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
-    PULL = "pull"  # time for starting pulls and waiting for them
+    PULL = "pull"  # starts of pulls, and waits for them
     PUSH = "push"
     P2P = "send/receive"
-    OFFLOAD = "offload"  # time for starting copies to and from the host, and waiting for them
+    OFFLOAD = "offload"  # starts of copies to and from the host, and waits for them
     UPDATE = "update"
     COMMIT = "commit"
-    LATE = "waiting for ranks"  # time of waiting for ranks that have not yet sent a message or reached the commit
+    LATE = "waiting for ranks"  # waits for ranks that have not yet sent a message or reached the commit
     OTHER = "between instructions"
 
 
@@ -97,7 +97,6 @@ def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> dict[str, float]:
 
 
 def _measured(rank: int, events: Sequence[TraceEvent], issued: Mapping[str, float]) -> tuple[TimeAccount, float]:
-    """Return a rank's account without the commit, and the commit's seconds."""
     computing = sorted((e for e in events if e.stream == Stream.COMPUTE.value), key=lambda e: (e.begin, -e.end))
     sums = TimeAccount()
     commit = 0.0
@@ -147,7 +146,7 @@ def predicted_accounts(timeline: Timeline) -> tuple[TimeAccount, ...]:
     return tuple(accounts[timeline.actor_of[rank]] for rank in range(len(timeline.actor_of)))
 
 
-Issues = Mapping[tuple[Op, str], float]  # seconds from the start until all ranks can start the exchange
+Issues = Mapping[tuple[Op, str], float]
 
 
 def _simulated_issues(timeline: Timeline) -> Issues:

@@ -26,8 +26,8 @@ from hydragraph.cost.block_pieces import BlockPiece
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.health import Health
 
-LEAST = 5  # minimum number of samples; a rank with fewer samples is ignored
-WINDOW = 64  # maximum number of samples that are kept
+LEAST = 5
+WINDOW = 64
 BOUND = 4.0  # maximum factor, because larger errors have other causes
 BEHIND = 1.1  # minimum slowdown of a straggler
 CERTAIN = 4.0  # by how many standard errors a straggler's median must exceed the base

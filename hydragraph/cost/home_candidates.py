@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Parts = NDArray[np.float64]
-Stages = tuple[tuple[int, ...], ...]  # the ranks of each stage that uses a bucket
+Stages = tuple[tuple[int, ...], ...]
 
 FEW = 4
-MOST = 8  # maximum number of stages, and of second nodes, that are tried
+MOST = 8  # maximum number of stages, and of second nodes, to try
 PLACES = 9  # number of decimal places that are compared
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container
 
-Storage = tuple[str, str]  # an attribute of Memory, and the value that allocated the storage
+Storage = tuple[str, str]
 
 
 class LiveValues:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     Blocks: TypeAlias = CompiledBlocks | ProfileBlocks
 
-ADAMW_STATE_BYTES = 3 * WEIGHT_BYTES  # bytes of the weight and of AdamW's two moments
-INTEGER_BYTES = 8  # bytes of a token's id, position and label
+ADAMW_STATE_BYTES = 3 * WEIGHT_BYTES
+INTEGER_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,6 @@ class MemoryWalk:
         self._alive.add(later, "activations", halves.postponed, instruction.reads[0], tangent, named=named)
 
     def _kept(self, instruction: Instruction, keeps: frozenset[str]) -> set[str]:
-        """Return the values of `Footprint.keeps` or `HalvesFootprint.keeps`."""
         k = self._model.outline.index[instruction.target]
         m = instruction.batch
         names = {

@@ -19,7 +19,7 @@ def turns(strategy: Strategy, seconds: Sequence[float]) -> tuple[tuple[float, ..
     Args:
         seconds: s_p of each pipeline, above 0.
     """
-    paces: dict[int, float] = {}  # micro-batches per second of each stage, by the stage's first device
+    paces: dict[int, float] = {}
     for pipeline, slowest in zip(strategy.pipelines, seconds, strict=True):
         for stage in pipeline.stages:
             paces[stage.devices[0]] = paces.get(stage.devices[0], 0.0) + 1 / slowest

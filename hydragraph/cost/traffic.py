@@ -147,7 +147,6 @@ class RankLinks:
         return ExchangeTimes(seconds, partners, self._occupied(sent, moving, filling, seconds))
 
     def _exchanged(self, moved: Transfers) -> tuple[Transfers, Floats, Floats, Floats]:
-        """Return the transfers of at least one byte, and the results of `message_rounds.together` for them."""
         from hydragraph.cost.message_rounds import together
 
         kept = moved.size > 0

@@ -122,7 +122,6 @@ class HomeTraffic:
         return self._known[key]
 
     def _owned(self, rank: int, learning: bool | None = None) -> int:
-        """Return the number of elements that a rank owns; `learning` selects trained or frozen elements."""
         layouts = (row for row in self._layouts.items() if learning in (None, row[0][1]))
         return sum(count * owners.local_size(rank) for (owners, _), count in layouts)
 

@@ -263,7 +263,7 @@ def _inside(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
         for name in sorted(names):
             path = Path(folder, name)
             matches = suffixes is None or _ends_in(path, suffixes)
-            if matches and not name.startswith(".") and path.is_file():  # skip pipes and links that lead nowhere
+            if matches and not name.startswith(".") and path.is_file():
                 yield path
 
 

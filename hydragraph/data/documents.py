@@ -33,7 +33,7 @@ _TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 _CONVERSATIONS = "conversations"  # field of LLaMA-Factory's files with the messages before a pair of answers
 _IDS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
 ASSISTANT = "assistant"
-_NO_LABEL = -100  # PyTorch's cross-entropy ignores this label
+_NO_LABEL = -100
 _UNTRAINED = ("weight", "train", "training")  # fields in which the value 0 excludes a message from training
 # Message fields never reported as unread.
 OF_MESSAGES = frozenset({"role", "content", "weight", "tool_calls", "tool_call_id", "name", "id"})
@@ -449,7 +449,7 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
         converted["tool_calls"] = _calls(calls, where)
     if content is None and not calls:
         raise ValueError(f"{where}: a message of {role} has neither content nor tool_calls: add content")
-    converted.setdefault("content", "")  # templates require the content to be a string
+    converted.setdefault("content", "")
     if role == ASSISTANT and not (calls or converted["content"].strip() or converted.keys() - OF_MESSAGES):
         converted["weight"] = 0
     return converted

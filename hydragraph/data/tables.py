@@ -12,7 +12,7 @@ from hydragraph.data.json_object import read_object
 
 _KINDS = {".parquet": "Parquet", ".arrow": "Arrow", ".csv": "CSV", ".tsv": "TSV"}
 SUFFIXES = tuple(_KINDS)
-_ROWS = 4096  # maximum number of rows in memory at a time
+_ROWS = 4096
 _CSV_BYTES = 1 << 24  # maximum number of bytes in memory at a time, and maximum size of a row
 _REMEDY = "save the dataset again"
 
@@ -84,7 +84,7 @@ def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
             try:
                 # `datasets` writes streams, other programs write files; only the attempt
                 # to open one tells them apart.
-                reader = ipc.open_stream(source)  # this is the format in which `datasets` saves
+                reader = ipc.open_stream(source)
                 batches = reader
             except pyarrow.ArrowInvalid:
                 reader = ipc.open_file(source)

@@ -160,7 +160,7 @@ def measure_newcomers(
         named = {(found[rank], name) for rank, name in enumerate(types) if rank not in newcomers}
         if all([n for f, n in named if f == found[rank]] == [types[rank]] for rank in newcomers):
             return None
-        lengths = next(filter(None, groups.gather(planning.lengths)), None)  # joining ranks may have no lengths
+        lengths = next(filter(None, groups.gather(planning.lengths)), None)
         more = any(kind.sequence_parallel or kind.recompute for kind in known.profile.pieces)
         costs, source = _costs(subject, discover(groups), groups, replace(planning, lengths=lengths), more)
         _LOG.info("devices of other types joined; new costs: %s", source)
@@ -183,7 +183,7 @@ def _check_models(subject: PlanningSubject, found: DiscoveredCluster, groups: Gr
 def planning_rank(reports: Sequence[DeviceReport]) -> int:
     """Return the rank that plans: rank 0, or the fastest if rank 0 has a slow CPU."""
     if not all(report.threads for report in reports):
-        return 0  # the speed of a GPU says little about the CPU of the same machine
+        return 0  # a GPU's speed says little about the machine's CPU
     speeds = [report.flops_per_s / report.threads for report in reports]
     fastest = max(range(len(speeds)), key=speeds.__getitem__)
     return fastest if speeds[0] < SLOW * speeds[fastest] else 0
@@ -222,7 +222,6 @@ def _lines(costs: Costs, found: DiscoveredCluster, plan: Sequence[str], source: 
 def _costs(
     subject: PlanningSubject, found: DiscoveredCluster, groups: Groups, planning: Planning, more: bool
 ) -> tuple[Costs, str]:
-    """Return the model's costs on the discovered devices, and a text that says where the costs come from."""
     # Tensor-parallel groups stay within a node, so the largest node bounds the degree.
     degrees = _degrees(subject.program, max(Counter(found.places).values()))
     kinds = [StageKind(tp, sp, again) for tp in degrees for sp in {False, tp > 1} for again in (False, True)]

@@ -128,7 +128,7 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
         str(folder),
         environment={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
         paths=sys.path,  # the process must be able to import the model's code
-        stdin=subprocess.PIPE,  # the process ends when this pipe closes
+        stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
     )
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 Choices = Strategy | str | Sequence[Strategy | str] | Literal["auto"]
 
-AUTO_CANDIDATES = 8  # maximum strategies that "auto" proposes
-SAMPLE = 16  # maximum mini-batches in a sample
+AUTO_CANDIDATES = 8
+SAMPLE = 16
 
 _log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ class CollectiveCalls:
     def __init__(self, watch: RankWatch) -> None:
         self._watch = watch
         self._lock = threading.RLock()
-        self._innermost = ""  # name of the call that holds the lock
+        self._innermost = ""
         self._closed = False
         self._restricted: Restriction | None = None
         self._promised: AgreedStep | None = None  # next step, if the ranks have agreed on it

@@ -34,7 +34,7 @@ from hydragraph.spec.strategy import Strategy
 _LOG = logging.getLogger(__name__)
 
 PROBED_EVERY = 4  # steps between measurements of a device's speed
-RECENT = 4  # maximum number of strategies in `_recent`
+RECENT = 4
 
 _Running = tuple[Strategy, tuple[int, ...], Purpose]  # integers: micro-batch counts
 
@@ -64,10 +64,10 @@ class IterationRunner(CollectiveCalls):
             raise ValueError(f"{what}: an update was interrupted halfway; call load or move")
 
     def _begin_era(self) -> None:
-        self._ran: dict[int, _Running] = {}  # the last two iterations, by number
+        self._ran: dict[int, _Running] = {}
         self._recent: tuple[Strategy, ...] = ()
-        self._lasted: float | None = None  # duration of the last step in seconds
-        self._prepared: set[tuple[Strategy, Purpose]] = set()  # strategies whose programs every rank has prepared
+        self._lasted: float | None = None
+        self._prepared: set[tuple[Strategy, Purpose]] = set()
 
     @property
     def _session(self) -> Session:

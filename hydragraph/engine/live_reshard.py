@@ -19,7 +19,7 @@ from hydragraph.engine.session import Session
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.state_movement import OwnedState, Route, StateTransfer, agreed_columns
 
-CHUNK = 16 << 20  # bytes packed at a time; instructions wait while a chunk is packed, so chunks are small
+CHUNK = 16 << 20  # bytes packed at a time; few, because instructions wait meanwhile
 
 _GRADIENT = "gradient"
 _WHAT = "rehome"

@@ -73,7 +73,7 @@ class Membership(IterationRunner):
         self.device = world.device
         self.progress_s = options.progress_s
         self.past = StrategyHistory()
-        self.joined = 0  # generation of connected ranks, or 0
+        self.joined = 0
         self._optimizer = optimizer
         self.planning = planning or Planning()
         self._first_profile = self.planning.profile

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hydragraph.cluster.module_process import serve
 from hydragraph.planner.request import PlanAnswer, PlanRequest, answer, get_ready
 
-Question = tuple[PlanRequest | None, tuple[int, ...]]  # a new request for the planner, and the lengths of a mini-batch
+Question = tuple[PlanRequest | None, tuple[int, ...]]
 
 
 def prepare() -> Callable[[Question], PlanAnswer]:

@@ -42,7 +42,7 @@ from hydragraph.spec.home_text import owners_text
 
 _LOG = logging.getLogger(__name__)
 
-TIMEOUT = timedelta(minutes=30)  # time limit for each communication
+TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True, eq=False)

@@ -78,7 +78,7 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
     errors = [f"rank {session.world.rank}: {error}" for error in pieces.errors()]
 
     def mine() -> tuple[Any, ...]:
-        encoded("extra", dict(extra))  # raises an error unless `extra` is plain data
+        encoded("extra", dict(extra))
         plain = plain_state(session.home, session.optimizer)
         return own.columns, plain, pieces.busy, pieces.written, pieces.last, pieces.new_series(), errors
 

@@ -33,7 +33,7 @@ class StateTransition:
         self._start = start
         self._arriving: Session | None = None
         self._whole = False
-        self._ahead = 0  # generation of the arriving session
+        self._ahead = 0
         self._called: tuple[int, ...] = ()  # rank numbers that this process has had since the last switch
 
     @property

@@ -159,7 +159,7 @@ class StrategySelector:
         coming = told.coming
         if not coming:
             return
-        if not told.ready_first:  # the plan refers to the new strategies
+        if not told.ready_first:
             self._drop()
             self.strategies = coming
         # Prepare the strategies in the background, and train with the current ones meanwhile.

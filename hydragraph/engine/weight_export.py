@@ -43,7 +43,7 @@ class PublishedWeights:
         keys = None if self._shell is None else published_keys(self._shell)
         self._exact = frozenset[str]() if self._shell is None or dtype == torch.float32 else self._shell.fp32_keys
         # a tied weight is published once, under the first of its keys
-        self._first: dict[str, str] = {}  # the first key of each canonical name
+        self._first: dict[str, str] = {}
         for key, source in compiled.tensors.items():
             if keys is None or key in keys:
                 self._first.setdefault(source, key)

@@ -77,7 +77,7 @@ def refuse_state_around(
                         result = module(batch)
                     notes.append(noted.all(result))
                 replaced = [name for name, tensor in _tensors_of(module).items() if before.get(name) is not tensor]
-        except Unsupported:  # the later trace raises the same error
+        except Unsupported:
             return
         # `opaque` or the model failed; a failure of the model recurs in the trace.
         except Exception:
@@ -118,7 +118,7 @@ def refuse_state_between(module: nn.Module, blocks: Sequence[nn.Module], batch: 
             module(batch)
         with meta_as_cpu():
             repeated = [(again()[1], again()[1]) for _, _, again in calls]
-    except Exception:  # a later trace reports the error
+    except Exception:
         return
     for (number, before, _), (after, later) in zip(calls, repeated, strict=True):
         # The block repeats itself after the model has run (after == later), but ran differently

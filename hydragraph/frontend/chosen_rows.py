@@ -98,9 +98,9 @@ class _Rewriting:
         self._graph = graph.graph
         self._mode = fake_mode_of([value_of(n) for n in self._graph.nodes])
         self._selections: dict[fx.Node, _Selection] = {}  # by mask
-        self._lists: dict[fx.Node, _Selection] = {}  # tuples with all positions that a mask selects
-        self._indices: dict[fx.Node, tuple[_Selection, int]] = {}  # selected positions along one dimension
-        self._rows: dict[fx.Node, _Selection] = {}  # values with one row per selected position
+        self._lists: dict[fx.Node, _Selection] = {}
+        self._indices: dict[fx.Node, tuple[_Selection, int]] = {}
+        self._rows: dict[fx.Node, _Selection] = {}
 
     def run(self) -> None:
         for node in list(self._graph.nodes):

@@ -50,7 +50,7 @@ def number_calls(graph: fx.GraphModule, where: str) -> None:
 def _replace(graph: fx.Graph, node: fx.Node, numbers: Iterator[int], where: str) -> None:
     x, p, train = operands(node)
     if not train or p == 0:
-        return  # `clean` removes this node
+        return
     options = (float(p), next(numbers), _token_dim(x, where), 0, 0, 1)
     with graph.inserting_before(node):
         drawn = graph.call_function(dropout, (x, None, None, None, *options))

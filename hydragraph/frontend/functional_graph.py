@@ -59,10 +59,10 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
         "read parameters directly or with .detach(), pass tensors as arguments, and replace torch.func with operators",
     ),
 }
-_NAMED = 4  # maximum number of attributes that an error lists
+_NAMED = 4
 # Folders of PyTorch and hydragraph.
 _NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_LONGEST = 80  # maximum number of characters that an error quotes from a line of code
+_LONGEST = 80
 
 
 def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ...], where: str) -> ExportedProgram:

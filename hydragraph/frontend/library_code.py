@@ -30,7 +30,7 @@ class LibraryCode:
     def __init__(self, model: nn.Module) -> None:
         self.patches: list[tuple[str, Any]] = []
         self.values: set[tuple[str, str]] = set()
-        self._seen: dict[int, Any] = {}  # visited objects by id; keeping references prevents the reuse of ids
+        self._seen: dict[int, Any] = {}
         self._pending: list[tuple[str, Any]] = []
         packages = [sys.modules[name].__file__ for name in _LIBRARIES if name in sys.modules]
         self._folders = tuple(f"{Path(file).parent}/" for file in packages if file is not None)

@@ -63,7 +63,7 @@ def _value(value: object) -> str:
     if isinstance(value, MethodType):
         return f"{described_function(value.__func__)} of {type(value.__self__).__qualname__}"
     if isinstance(value, type) or _is_known(type(value).__module__):
-        return f"{type(value).__module__}.{type(value).__qualname__}"  # a config or a library's helper
+        return f"{type(value).__module__}.{type(value).__qualname__}"
     if type(value).__module__ == "builtins" and callable(value) and "0x" not in repr(value):
         return repr(value)
     raise Indescribable(f"{type_text(value)} has no unique description")

@@ -142,7 +142,6 @@ class _Describer:
         return {name: part for name, part in vars(value).items() if not users or self._reads(name)}
 
     def _added(self, value: Any) -> str:
-        """Describe the attributes of a container in addition to its elements."""
         own = self._items(getattr(value, "__dict__", None) or {})
         return f" {own}" if own else ""
 

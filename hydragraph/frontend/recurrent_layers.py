@@ -32,7 +32,6 @@ def packed_recurrences(model: nn.Module) -> Iterator[None]:
 def _delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute the gated delta rule for transformers, from [1, T, H, D] to [1, T, H, V]."""
     stateful = options.get("initial_state") is not None or options.get("output_final_state", False)
     if stateful or not options.get("use_qk_l2norm_in_kernel", False):
         what = "the gated delta rule uses a state from another call, or keys that are not normalized"
@@ -46,7 +45,6 @@ def _delta_rule(
 def _convolution(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **options: Any
 ) -> Tensor:
-    """Compute a causal convolution for transformers, from [1, C, T] to [1, C, T]."""
     from transformers.activations import ACT2FN
 
     cu_seqlens = options.get("cu_seq_lens_q")

@@ -43,7 +43,7 @@ class BlockCall:
     tensors: list[int]  # positions of the tensors; the first is the hidden state
     inputs: list[Tensor] = field(repr=False)  # fake values of these tensors; the hidden state is [1, T, H]
     flat_tokens: bool  # whether the model passes the hidden state as [T, H]
-    own: Callable[..., Any] | None = field(repr=False)  # a `forward` that was assigned to the module object
+    own: Callable[..., Any] | None = field(repr=False)
     form: str  # expected structure of the output, as returned by a similar block
     feeds: tuple[int, ...] | None = None  # indices of this block's inputs in the node that stands for all blocks
 
@@ -284,7 +284,7 @@ def _opaque(
     def forward(*arguments: Any, **keywords: Any) -> Any:
         leaves, spec = tree_flatten((arguments, keywords))
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        tensors = sorted(positions, key=lambda i: not leaves[i].is_floating_point())  # the hidden state comes first
+        tensors = sorted(positions, key=lambda i: not leaves[i].is_floating_point())
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
         # Run one block of each outline, without tracing, to learn the structure of its output.

@@ -50,7 +50,7 @@ _FINDS = aten_operators("""
     index_select diff sub.Tensor cumsum slice.Tensor select.int narrow cat
 """)
 _OF_NEIGHBOURS = aten_operators("slice.Tensor select.int narrow cat cumsum diff repeat_interleave.Tensor")
-_SEARCHES = {aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}  # position of the argument that is searched
+_SEARCHES = {aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}
 _QUOTIENTS = aten_operators("floor_divide floor_divide.Scalar div.Tensor_mode div.Scalar_mode")
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # represent all positions
 _WHOLE_ROW = "weights tokens by their position in the packed row; only position_ids and lengths may be weights"
@@ -272,7 +272,6 @@ def _runs_on(node: fx.Node) -> bool:
 
 
 def _runs(node: fx.Node, running: set[fx.Node], told: Container[fx.Node]) -> bool:
-    """Return whether an operator computes prefix sums, indexes them by bounds, or subtracts them."""
     arguments = operands(node)
     if _runs_on(node):
         return True
@@ -316,7 +315,6 @@ def _takes_by_bounds(node: fx.Node, dim: int, told: Container[fx.Node]) -> bool:
 
 
 def _takes_own_rows(node: fx.Node, dim: int, told: Mapping[fx.Node, _Bound]) -> bool:
-    """Return whether an index from bounds pairs each token with the token's sequence."""
     first, *others = operands(node)
     if node.target in (aten.index.Tensor, aten.index_put.default):
         index: Any = others[0][dim] if len(others[0]) > dim else None

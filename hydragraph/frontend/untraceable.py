@@ -54,7 +54,7 @@ _UNPACKED: Mapping[type[nn.Module], tuple[str, str]] = {
 
 _OF_TRANSFORMERS = "_is_hf_initialized"  # an attribute of loaded weights
 _LARGEST = 1 << 16  # maximum number of elements; larger arrays are not compared
-_MOST = 256  # maximum number of entries that are compared in a container
+_MOST = 256
 
 
 def refuse_unseen(model: nn.Module) -> None:
@@ -220,7 +220,7 @@ def _attributes_of(module: nn.Module) -> dict[str, object]:
 def _state_in(place: str, value: object, seen: dict[int, object], depth: int = 4) -> Iterator[tuple[str, str]]:
     value = referent(value)
     if isinstance(value, bool | Tensor | nn.Module | FunctionType | ModuleType) or id(value) in seen:
-        return  # flags may change, for example after a warning
+        return
     if isinstance(value, str | bytes | bytearray | Number | np.generic):
         yield place, repr(value)
         return

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-_LARGEST = 1 << 28  # maximum size of a JSON file in bytes
+_LARGEST = 1 << 28
 Built = TypeVar("Built")
 
 _LOG = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def evict(kind: str, most: int) -> None:
         return
     used: list[tuple[float, Path]] = []
     for path in files:
-        with contextlib.suppress(OSError):  # another process may have deleted the file
+        with contextlib.suppress(OSError):
             if path.is_file():
                 used.append((path.stat().st_mtime, path))
     # Keep three quarters, so that only every `most / 4`-th write has to delete files.

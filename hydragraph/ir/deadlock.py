@@ -51,11 +51,11 @@ class _Simulation:
     def __init__(self, programs: Sequence[RankProgram]) -> None:
         self.programs = programs
         self.at = [0] * len(programs)
-        self.sent: Counter[tuple[int, int]] = Counter()  # number of messages for each pair of sender and receiver
+        self.sent: Counter[tuple[int, int]] = Counter()
         self.received: Counter[tuple[int, int]] = Counter()
         # For each sender and message, the number of receives that complete the message.
         self.turn: dict[tuple[int, Value], int] = {}
-        self.entered: Counter[tuple[Op, str]] = Counter()  # for each exchange, how many ranks have entered it
+        self.entered: Counter[tuple[Op, str]] = Counter()
         self.committing: set[int] = set()
 
     def run(self) -> _Simulation:

@@ -44,7 +44,7 @@ class Rule:
 
 
 EXCHANGED: Mapping[Op, Callable[[str], Value]] = {Op.PULL: weights, Op.PUSH: gradients}
-_MOVED = (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT)  # values that stages send to each other
+_MOVED = (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT)
 
 RULES: Mapping[Op, Rule] = {
     Op.PULL: Rule(Stream.PULL, writes=(ValueKind.WEIGHTS,)),

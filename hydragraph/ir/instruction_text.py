@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from hydragraph.ir.instruction import RULES, Instruction, Op, Stream
 from hydragraph.ir.value import Value, message, parse_value
 
-MARGIN = 60  # column in which `after` starts, unless the line is longer
+MARGIN = 60
 
 _NAME = r"[^\s,()=#]+"
 _NAMES = rf"{_NAME}(?:, {_NAME})*"

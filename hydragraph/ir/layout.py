@@ -306,5 +306,5 @@ def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: in
     hi = hi[np.roll(opens, -1)]  # the last row of each merged interval
     end = np.cumsum(hi - lo)
     at = end - (hi - lo)
-    at -= at[np.searchsorted(rank, rank)]  # each rank's first row starts at the beginning of the rank's buffer
+    at -= at[np.searchsorted(rank, rank)]
     return Layout(rank, lo, hi, at, copy, partial, size)

@@ -224,7 +224,6 @@ def cells_of(lo: Ints, hi: Ints, end: int) -> SourceCells:
 
 
 def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: Ints) -> _Pairs:
-    """Intersect the target's intervals with the source's cells, at least for `rank` (None: for all ranks)."""
     size = source.size
     lines = int(line.max(initial=0)) + 1
     if size != target.size:

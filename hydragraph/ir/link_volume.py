@@ -43,7 +43,7 @@ def _counted(
     sent = _sent(source.rank, source.partial, *needed, cells, at, size, target.rank * 1, nodes, way)
     if len(sent) and size == target.size:
         return np.asarray(sent)
-    link(source, target)  # this call raises an error that names the problem
+    link(source, target)
     raise AssertionError("ir.link accepts layouts that ir.link_volume cannot count: report this bug")
 
 

@@ -208,7 +208,6 @@ def _check_copy(program: RankProgram, index: int) -> None:
 
 
 def _of_buckets(values: Sequence[Value]) -> frozenset[Value]:
-    """Replace streamed weights and gradients by unstreamed ones, and fetched values by saved values."""
     return frozenset(_PLAIN[value.kind](value) if value.kind in _PLAIN else value for value in values)
 
 

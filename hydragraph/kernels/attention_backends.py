@@ -319,7 +319,6 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _heads_first(x: Tensor, sequences: int, group: int = 1) -> Tensor:
-    """Reshape [N * L, H, D] to [N, H * group, L, D]."""
     x = _dense(x).unflatten(0, (sequences, -1)).transpose(1, 2)
     return x if group == 1 else x.repeat_interleave(group, dim=1)
 

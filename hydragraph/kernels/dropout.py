@@ -24,7 +24,7 @@ from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_dev
 if TYPE_CHECKING:
     import triton.language as tl
 
-_ROWS, _COLUMNS = 4, 256  # number of elements per Triton program
+_ROWS, _COLUMNS = 4, 256
 _TRITON = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -33,7 +33,7 @@ class _Form:
     """Sizes of a call whose input has part [:, first : first + length] of the features [outer, whole, inner]."""
 
     tokens: int
-    after: int  # number of elements in the dimensions after the token dimension
+    after: int
     outer: int
     length: int
     inner: int

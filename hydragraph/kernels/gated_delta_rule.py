@@ -193,7 +193,6 @@ def backward(
 
 
 def _to_length(x: Tensor, dunit: Tensor) -> Tensor:
-    """Return the gradient of x [T, Hk, K], given the gradient [T, H, K] of its unit vectors."""
     wide = widened(x)
     dunit = dunit.unflatten(1, (x.shape[1], -1)).sum(2)
     inverse = torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)

@@ -166,7 +166,7 @@ def _evict(folder: Path) -> None:
     if len(files) > _MOST:
         ages = {}
         for path in files:
-            with suppress(FileNotFoundError):  # another process may have deleted the file
+            with suppress(FileNotFoundError):
                 ages[path] = path.stat().st_mtime
         for path in sorted(ages, key=ages.__getitem__)[: len(files) // 4]:
             path.unlink(missing_ok=True)

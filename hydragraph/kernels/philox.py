@@ -24,7 +24,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 _WORD = 0xFFFFFFFF
 _BLOCK = 16  # number of bits for the number of a call
-_TOGETHER = 1 << 16  # number of evaluations that fit in a CPU's cache
+_TOGETHER = 1 << 16
 
 
 def key_of(seed: int, step: int) -> int:

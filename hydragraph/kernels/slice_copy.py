@@ -32,7 +32,7 @@ NARROW = 512  # number of elements in other tiles
 _SIZES = {"UNIT": UNIT, "WIDE": WIDE, "NARROW": NARROW}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
-RUN = 2**17  # number of elements that fit in a core's cache
+RUN = 2**17
 MANY = 256  # minimum number of ranges for which a Python loop is too slow
 _MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 

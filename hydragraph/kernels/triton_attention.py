@@ -52,7 +52,6 @@ def _options(settings: AttentionSettings) -> _Options:
 
 @Inlined
 def _locate(starts, sequences, slot, TILE: tl.constexpr):  # noqa: N803
-    """Return a slot's sequence, and the sequence's start and end."""
     # Count the sequences whose first slot, starts[n] // TILE + n, is at most `slot`.
     seen = 0
     for n in range(0, sequences, 128):
@@ -141,7 +140,7 @@ def _attend(
             keys = _load(k_from, (columns < length)[None, :], (dims < SIZE)[:, None], edge == 1, SIZE == PADDED)
             values = _load(v_from, (columns < length)[:, None], (dims < SIZE)[None, :], edge == 1, SIZE == PADDED)
             scores = tl.dot(queries, keys, input_precision=PRECISION) * scale_log2
-            if CAP:  # cap * tanh(scores / cap)
+            if CAP:
                 scores = cap_log2 - 2 * cap_log2 / (1 + tl.exp2(scores * (2.8853900817779268 / cap_log2)))
             if edge == 1:
                 counts = (columns < length)[None, :] & _seen(rows[:, None], columns[None, :], causal, window, WINDOW)

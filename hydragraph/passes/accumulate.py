@@ -48,7 +48,6 @@ def accumulate(variant: Variant) -> Variant:
 
 
 def _product(node: fx.Node) -> tuple[fx.Node, bool] | None:
-    """Return the product that computes a gradient, and whether the gradient is the product's transpose."""
     transposed = False
     # Walk from the gradient back through transposes. A value with a second reader must be computed
     # separately, so the walk ends there.

@@ -105,5 +105,5 @@ SENT = {
     "head_token_losses": 0,
 }
 STARTS = {name: f"start_{name}" for name in ("all_reduce", SUMMED, "all_gather", "reduce_scatter")}  # can overlap
-RESULT = "result"  # the operator that waits for a started collective
+RESULT = "result"
 IDENTITY = torch.ops.hydragraph.tp_enter.default

@@ -155,8 +155,8 @@ class GraphPiece(nn.Module):
 class _Outer:
     module: fx.GraphModule
     graph: fx.Graph = field(default_factory=fx.Graph)
-    new: dict[fx.Node, fx.Node] = field(default_factory=dict)  # the copy of each node
-    values: dict[fx.Node, Any] = field(default_factory=dict)  # the fake value of each node
+    new: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
     sizes: dict[Any, fx.Node] = field(default_factory=dict)  # symbol -> node
     parts: dict[str, Any] = field(default_factory=dict)
 

@@ -206,7 +206,6 @@ class _Walk:
                 self.cuts.cut.update({value: replace(cut, dim=at) for value, at in self._from_parameter(operand, dim)})
 
     def _from_parameter(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-        """Return the nodes from a value back to its parameter, each with the dimension that corresponds to `dim`."""
         chain = [(node, dim)]
         while len(node.users) == 1:
             if node.op == "placeholder":
@@ -215,7 +214,7 @@ class _Walk:
             rows = chosen_rows(node)
             # 1 if indices of shape [1, T] select the rows.
             added = 0 if rows is None else len(shape(node)) - len(shape(rows))
-            if rows is not None and min(dim, dim - added) > 0:  # the selected rows are along dimension 0
+            if rows is not None and min(dim, dim - added) > 0:
                 node = rows
                 dim -= added
             elif node.target is aten.squeeze.dim and len(shape(node)) < len(shape(inputs[0])):
@@ -294,7 +293,6 @@ def rules(cuts: Cuts) -> dict[fx.Node, ShardRule]:
 
 
 def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
-    """Return the rules that each sharded parameter's readers need (None: the whole parameter)."""
     rule_of_reader: dict[fx.Node, dict[fx.Node, ShardRule]] = {}
     # Column-parallel products shard the weight's output dimension, and the bias alike.
     for node in cuts.columns:

@@ -28,7 +28,7 @@ _LOSSES = frozenset(
     {aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss_forward.default}
 )
 
-Shifted = tuple[str, int]  # a field of the batch, and the number that is added to the field
+Shifted = tuple[str, int]
 
 
 def field_ranges_of(program: Program) -> tuple[FieldRange, ...]:

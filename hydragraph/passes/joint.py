@@ -41,7 +41,7 @@ _LOG = logging.getLogger(__name__)
 # Models' numbers are smaller than these primes, and P times a weight's number of elements fits in 64 bits.
 SHARE = 268_435_399  # P
 RANKS = 134_217_689  # Q
-_UNBOUNDED = frozenset({2**63 - 1, -(2**63)})  # start and end of a slice without limits
+_UNBOUNDED = frozenset({2**63 - 1, -(2**63)})
 _KEPT = 16  # cached traces
 _traces: LRU[str, Mapping[str, Any] | None] = LRU(_KEPT)  # stored as data, because later passes may change sizes
 
@@ -129,7 +129,6 @@ def _wide_trace(
     learning: frozenset[str],
     fused_head: bool,
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """Return the forward and joint graphs for all degrees as data, or None on failure."""
     wide = {name: _widened(parameter) for name, parameter in parameters}
     spec = VariantSpec(template, wide, part, dtype, learning, fused_head=fused_head)
     try:

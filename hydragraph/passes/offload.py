@@ -31,7 +31,7 @@ def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     if stage is None or not stage.offload:
         return program
     computing = [i for i in program.instructions if i.op in (Op.FORWARD, Op.BACKWARD) and i.target != "aux"]
-    made: dict[Value, int] = {}  # for each saved value, the index of its forward
+    made: dict[Value, int] = {}
     offloads: dict[int, Instruction] = {}  # for each index of a forward, the offload that follows
     # For each index of a computation, the instructions that precede it.
     before: defaultdict[int, list[Instruction]] = defaultdict(list)

@@ -121,7 +121,7 @@ def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> 
       (`ir.schedules.clock`), the wait precedes the send of d{k}.{m + n}.
     """
     ended: list[Instruction] = []
-    sent: defaultdict[Value, list[Value]] = defaultdict(list)  # the messages of each value
+    sent: defaultdict[Value, list[Value]] = defaultdict(list)
     for instruction in work:
         before: list[Value] = []
         if instruction.op is Op.BACKWARD:

@@ -156,7 +156,7 @@ _START = Fraction(-1)  # before every computation
 class _Moment(NamedTuple):
     time: Fraction
     pushes: bool
-    place: int  # position of an exchange in the order of pulls or pushes
+    place: int
     bucket: str
     streamed: bool
 

@@ -53,7 +53,6 @@ def _in_pieces(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _products(node: fx.Node) -> list[fx.Node] | None:
-    """Return the products [T, N] that add up to a value [T, N] or [1, T, N], or None."""
     if len(node.users) > 1:
         return None
     if node.target is aten.mm.default:

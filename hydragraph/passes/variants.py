@@ -34,9 +34,9 @@ CPU = torch.device("cpu")
 CAPACITY = 64  # large enough, because a model has about three templates, and its strategies have few degrees
 
 
-_shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # variants of all programs in this process
+_shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()
 _seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # by graph pass
-_bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()  # eager variants for each device
+_bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()
 
 
 class Library(Protocol):

@@ -23,7 +23,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 PLAIN = "plain data parallelism"
-UNEVEN = 1.1  # minimum ratio of the largest share to the smallest for which shares are described as unequal
+UNEVEN = 1.1  # shares are called unequal if the largest is this many times the smallest
 
 
 def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str, ...]:
@@ -49,7 +49,6 @@ def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str
 
 
 def _shares(costs: Costs, plan: Plan) -> list[str]:
-    """Describe pipelines' unequal shares of tokens and state."""
     pipelines = plan.strategy.pipelines
     tokens = [sum(map(sum, batches)) for batches in plan.assignment.tokens]
     owned = fractions(costs, plan.home)

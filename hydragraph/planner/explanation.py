@@ -15,7 +15,7 @@ from hydragraph.spec.pipeline import GRADIENTS, Pipeline
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-SHOWN = 6  # maximum number of rivals that are shown
+SHOWN = 6
 STREAMS = {True: "streaming weights and gradients", GRADIENTS: "streaming gradients"}
 TIGHT = 0.9  # a plan without measurements gets a warning if it needs more than this fraction of memory
 

@@ -46,7 +46,7 @@ FEW = 16
 MANY = 64
 # Estimated savings below this fraction are seldom real.
 SAVES = 0.003
-# Maximum number of plans that are checked during replanning.
+# Maximum number of plans to check during replanning.
 SETTLED = 6
 # Number of best proposals that are also tried with fewer pipelines.
 LEANER = 3
@@ -199,7 +199,7 @@ def finalists(
         if proposal is None:
             break
         if proposal.strategy in settled:
-            continue  # this proposal was already checked with better micro-batches
+            continue
         able = len(settled) < _simulations(costs) and not is_late(until, SIMULATION * each_s)
         asked = (proposal.strategy, proposal.assignment)
         one = known.get(asked)
@@ -251,7 +251,6 @@ class _Queue:
             self._add(PROMISED * self._clock.seconds(proposal.strategy, best), proposal, uncut=True)
 
     def _estimate_others(self, limit: float) -> None:
-        """Estimate further proposals whose bounds are below `limit`."""
         while self._others and not math.isinf(limit) and not is_late(self._until):
             if self._others[0].least_s >= min(limit, self._heap[0][0] if self._heap else limit):
                 break
@@ -290,7 +289,7 @@ class _Queue:
         self._cut.add(each.strategy)
         try:
             assignment, last = self._clock.cut(each.strategy, each.assignment.lengths)
-        except Unsupported:  # owners that are chosen later may make the proposal fit
+        except Unsupported:
             return
         seconds = self._clock.seconds(each.strategy, assignment)
         if seconds < each.expected_s:

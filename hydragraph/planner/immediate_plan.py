@@ -33,7 +33,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 AT_ONCE_S = 0.3  # default deadline
-RUNNING = 3  # maximum number of known strategies that are estimated
+RUNNING = 3  # maximum number of known strategies to estimate
 FEWEST = 5  # minimum number of estimates
 SEARCHING = 0.6  # fraction of the deadline that the search may use
 SLOW = 1.5  # if a rank's rate is above this, plans without the rank are also tried

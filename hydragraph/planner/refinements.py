@@ -165,7 +165,6 @@ def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
 
 
 def _with_owners(costs: Costs, plan: PricedPlan, strategy: Strategy, below: float) -> Iterator[PricedPlan]:
-    """Simulate a strategy under the plan's home, and under owners by block if then faster than `below` seconds."""
 
     @cache  # this comes before the memory check, which takes longer
     def tried(home: Home) -> PricedPlan:

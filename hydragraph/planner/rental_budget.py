@@ -18,8 +18,8 @@ from hydragraph.planner.rental_price import RentalPrices, per_million_tokens
 from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
-ROUNDING = 1e-9  # relative tolerance when sums of prices are compared
-# Maximum number of combinations of nodes that are compared, and of incomplete combinations that are examined.
+ROUNDING = 1e-9
+# Maximum number of combinations of nodes to compare, and of incomplete combinations that are examined.
 MOST = 256
 EXAMINED = 5_000
 

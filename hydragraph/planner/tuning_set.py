@@ -65,7 +65,6 @@ class TuningSet:
     def _tables_for(
         self, devices: int
     ) -> tuple[Sequence[PipelineCost], dict[Scheme, int], list[AssignmentProblem | None]]:
-        """Return the kinds of pipelines, each scheme's kind, and each mini-batch as arrays if it fits."""
         pipelines = {s: self._profile.pipeline(s, devices) for s in self._profile.schemes if s[0] * s[1] <= devices}
         kinds = list(dict.fromkeys(pipelines.values()))
         reach = max(kind.max_len for kind in kinds)

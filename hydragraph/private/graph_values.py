@@ -34,7 +34,7 @@ def storage_of(value: Tensor) -> int:
 class ValueEncoder:
     """Encoder of the values of one trace; symbols and storages are numbered in order of appearance."""
 
-    hints: list[int] = field(default_factory=list)  # size of each symbol in the trace
+    hints: list[int] = field(default_factory=list)
     _symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
     # Caches the texts of expressions, because printing an expression is slow.
     _texts: dict[sympy.Expr, str] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class ValueDecoder:
 
 
 LARGEST_SIZE = 1 << 48
-_LONGEST = 500  # maximum number of characters in an expression
+_LONGEST = 500
 
 
 def size_of(size: object, hints: Sequence[int]) -> int:

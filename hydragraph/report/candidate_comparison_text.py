@@ -10,7 +10,7 @@ from hydragraph.report.candidate_comparison import ComparedCandidate, MemoryUse,
 from hydragraph.report.number_text import aligned
 from hydragraph.spec.record import attributes_of
 
-ROWS = 8  # number of table rows if --explain is not given
+ROWS = 8
 MEANING = {
     "work": "device time of the sequences, divided evenly over all devices",
     "waiting": "work of the slowest pipeline beyond an even share; negative if only its bubble makes it the slowest",

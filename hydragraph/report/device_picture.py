@@ -16,7 +16,7 @@ from hydragraph.spec.pipeline import Stage
 
 TALLEST = 72  # rows
 ROW = 0.27  # inches
-NAMED = 10  # maximum number of pipelines in the legend
+NAMED = 10
 # Background colors on which the text is dark.
 COLOURS = ("#9ec5e8", "#f5bf85", "#a8d5a2", "#d9b3e0", "#f2a9a9", "#c9c28f", "#8fd3cf", "#e3a9c8", "#b9bec9", "#d2b49c")
 _IDLE = "#8a8a8a"

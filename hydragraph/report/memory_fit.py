@@ -30,7 +30,7 @@ WORDS = {
     "messages": "messages in flight",
     "host": "offloaded to host memory",
 }
-SHORTER = 0.8  # ratio of successive lengths that are tried
+SHORTER = 0.8
 
 
 @dataclass(frozen=True)

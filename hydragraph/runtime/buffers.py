@@ -29,14 +29,14 @@ class Buffers:
         self._streams = streams or DeviceStreams()
         self._earlier: Idle = {}
         self._returned: Idle = defaultdict(list)
-        self._taken: dict[int, Tensor] = {}  # buffers in use, by address
+        self._taken: dict[int, Tensor] = {}
 
     def begin(self) -> None:
         """Start an iteration, and drop buffers that the last iteration did not use."""
         _log_dropped(self._earlier)
         self._earlier = self._returned
         self._returned = defaultdict(list)
-        self._taken.clear()  # an iteration that failed may not have returned its buffers
+        self._taken.clear()
 
     def trim(self) -> None:
         """Drop idle buffers, to lower peak memory."""

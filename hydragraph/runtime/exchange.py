@@ -27,7 +27,7 @@ from hydragraph.kernels.slice_copy import SliceTable, slice_copy
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.pending_work import Finish
 
-Piece = tuple[int, int]  # offset and length of a piece, in elements
+Piece = tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,9 @@ class _Iteration:
     staying: dict[Value, set[int]] = field(default_factory=dict)
     received: set[Value] = field(default_factory=set)
     consumed: list[Mark] = field(default_factory=list)  # marks after the device's reads of received values
-    added: set[str] = field(default_factory=set)  # parameters that have a gradient
-    sums: dict[Value, list[Tensor]] = field(default_factory=dict)  # exact sums of gradients
-    largest: Tensor | None = None  # the largest value that was added to `sums`
+    added: set[str] = field(default_factory=set)
+    sums: dict[Value, list[Tensor]] = field(default_factory=dict)
+    largest: Tensor | None = None
 
 
 class Executor:
@@ -328,7 +328,6 @@ class Executor:
 
     @staticmethod
     def _streamed(it: _Iteration, instruction: Instruction) -> dict[str, Tensor]:
-        """Return, by bucket, the weights that a block streams and frees before its backward."""
         read = (value for value in instruction.reads if value.kind is ValueKind.WEIGHTS)
         return {value.bucket: it.values[value] for value in read if value.exchange != value.bucket}
 
@@ -538,7 +537,6 @@ class Executor:
                 self._begin_handing(it, value, pending)
 
     def _begin_handing(self, it: _Iteration, value: Value, pending: Pending) -> None:
-        """End a bucket's pushes in order, and start to send their sums to second owners."""
         earlier = [other for other in it.pushing if other.bucket == value.bucket and other != value]
         for other in earlier:
             self._end(it, Stream.PUSH, it.pushing, other)
@@ -546,7 +544,6 @@ class Executor:
             pending.go_on()
 
     def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Pending]) -> bool:
-        """End exchanges in order, up to the first incomplete one; return whether any exchange ended."""
         before = len(under_way)
         # If the device queues waits, only the commit must wait.
         for value in [] if self.streams.queued else list(under_way):

@@ -21,7 +21,7 @@ from hydragraph.spec.cluster import Interconnect
 SIZES = tuple(4**n for n in range(5, 13))  # message sizes in bytes, from 1 KiB to 16 MiB
 LONGEST_S = 0.1  # if a message takes longer than this, no larger messages are sent
 REPEATS = 3
-ROUNDS = 8  # maximum number of partners of each node
+ROUNDS = 8
 # Links count as equal if their bandwidths have at least the first ratio, and their latencies at most the second.
 ALIKE = 0.8
 LATER = 2.0

@@ -30,12 +30,12 @@ from hydragraph.spec.strategy_text import regular_pipeline
 Lengths = tuple[int, ...]  # lengths of sequences
 
 TOO_SMALL = "the device's memory is too small for micro-batches with enough tokens for a fit"
-WORST_RESIDUAL = 0.25  # maximum root mean square of the relative errors
+WORST_RESIDUAL = 0.25
 LEAST_QUADRATIC = 1e-3  # minimum fraction of the longest micro-batch's time that is quadratic
 QUADRATIC = 0  # the columns of the fit are the sum of l^2 (a), the sum of l (b), and 1 (c)
 LINEAR = 1
 ONCE = 2
-FIRST_NEAR = 3  # index of the first column that contains numbers of token pairs
+FIRST_NEAR = 3
 PLATEAU = 0.85  # UtilLen (Hydraulis, section 6)
 
 

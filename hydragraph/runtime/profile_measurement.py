@@ -51,7 +51,7 @@ from hydragraph.spec import workload
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
 UPDATED = (1 << 16, 1 << 21)  # number of elements of the shards whose update is timed
-CHAIN = 4  # maximum number of blocks per measurement
+CHAIN = 4
 PRECISE = 0.01  # a measurement stops when its relative standard error is below this value
 USABLE = 0.9  # fraction of memory that is usable despite fragmentation
 
@@ -369,7 +369,6 @@ def standard_error(seconds: Sequence[float]) -> float:
 
 
 def _bytes_of(piece: BlockPiece) -> tuple[float, float, float]:
-    """Return a block's kept bytes per token, temporary bytes per token, and bytes at 0 tokens."""
     assert piece.held is not None, "a measured block must have known memory"
     # Each of the lines is (bytes at 0 tokens, bytes per token).
     lines = piece.held

@@ -25,7 +25,7 @@ from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.home_state import HomeState, parameters_within
 
 CHUNK = 128 << 20  # bytes per window
-AHEAD = 2  # maximum number of windows in flight
+AHEAD = 2
 
 _WEIGHT = ""
 
@@ -195,7 +195,6 @@ class Route:
 
 
 def _held(source: Layout, lo: int, hi: int) -> tuple[Ints, Ints]:
-    """Return the starts and ends of the intervals of [lo, hi) whose elements are not lost."""
     # The intervals between the lost ones: from 0 to the first lost one, and so on to the end.
     begin, end = source.missing
     starts = np.concatenate((np.zeros(1, np.int64), end)).clip(lo, hi)

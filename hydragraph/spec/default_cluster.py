@@ -9,7 +9,7 @@ from hydragraph.spec.cluster import Cluster, Device, Interconnect, type_of_sheet
 from hydragraph.spec.known_devices import KNOWN
 
 _H200 = type_of_sheet(KNOWN["h200"]).device(0, "")
-_NVLINK = 450e9  # bandwidth in bytes/s, in each direction
+_NVLINK = 450e9
 
 
 def default_cluster(ranks: int, device: Device = _H200, link_bytes_per_s: float = _NVLINK) -> Cluster:

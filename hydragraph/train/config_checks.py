@@ -25,7 +25,7 @@ from hydragraph.train.optimizer import optimizer_factory
 from hydragraph.train.plan_input import read_costs
 
 _BYTES_AND_END = 257  # smallest vocabulary of a new tokenizer: 256 bytes and the end-of-text token
-_PASSES = 1000  # maximum number of passes over the data in one step
+_PASSES = 1000
 
 
 def check_settings(config: TrainConfig, ranks: int) -> None:
@@ -97,7 +97,7 @@ def _check_optimizer(config: TrainConfig) -> None:
     factory = optimizer_factory(config.optimizer, model)
     try:
         check_elementwise(call_factory(factory, [("weight", weight)]))
-    except Unsupported:  # this error already names the optimizer
+    except Unsupported:
         raise
     except (TypeError, ValueError) as error:
         raise ValueError(f"optimizer {config.optimizer.name}: {error}") from error

@@ -132,7 +132,7 @@ def _undisturbed(events: Sequence[RunEvent], until: float) -> bool:
         elif event.event == "recovered":
             slow.difference_update(event.ranks)
         elif event.event == "resumed":
-            slow.clear()  # ranks are renumbered and measured again
+            slow.clear()
             # A resumed event without a pause starts a session, in which all ranks are present.
             missing = missing if event.seconds else 0
     return not missing and not slow

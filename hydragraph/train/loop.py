@@ -439,7 +439,7 @@ def _follow(run: Run, state: TrainState, owned: ExitStack, prepared: _RunInputs)
     failure: RankFailure | Stopped | None = None
     # Each round of the loop trains with fixed members. A lost, joining or leaving rank ends the
     # round with an exception, and `go_on` prepares the next round.
-    changed = state.done < 0  # whether this rank is joining
+    changed = state.done < 0
     while True:
         try:
             ending = ""
@@ -472,7 +472,6 @@ def _follow(run: Run, state: TrainState, owned: ExitStack, prepared: _RunInputs)
 
 
 def _steps(run: Run, state: TrainState, stopping: Requests) -> int:
-    """Train to the end and return 0; if a rank is asked to stop, return the reason."""
     config = run.config
     executor = run.executor
     # All ranks agree on `signal` in each step, so they stop after the same step.
@@ -535,7 +534,7 @@ def _rehome(run: Run) -> None:
     following = run.controller.following if run.controller is not None else None
     home = run.world.gather(None if following is None else following.next)[0]
     run.executor.stopping = 0
-    if home is None:  # the leading rank no longer requests a move
+    if home is None:
         return
     run.executor.rehome(home)
     if following is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from hydragraph.frontend.packed_inputs import token_logprobs
 from hydragraph.train.objective_config import DpoConfig, OrpoConfig, PairLoss, SimpoConfig
 
-WEIGHTS = "weights"  # name of the batch field with the factor of a sequence's token losses
+WEIGHTS = "weights"
 _SURE = -1e-7  # maximum log-probability per token, because odds are infinite at 0
 
 
@@ -67,7 +67,6 @@ def losses(loss: PairLoss, chosen: Answers, rejected: Answers) -> Tensor:
 
 
 def _log_odds(means: Tensor) -> Tensor:
-    """Return log(p / (1 - p)) for p = exp(means)."""
     # log(1 - p) = log(-expm1(log p)) is accurate even if p is almost 0 or 1.
     sure = means.clamp(max=_SURE)
     return sure - torch.log(-torch.expm1(sure))

@@ -39,7 +39,7 @@ class Screen:
         self._steps = 0
         self._began = clock()
         self._printed = clock()
-        self._first: tuple[int, float] | None = None  # number and end time of this session's first step
+        self._first: tuple[int, float] | None = None
         self._part = (0.0, clock())  # finished fraction and time when the activity started
         self._hearing = ExitStack()
 

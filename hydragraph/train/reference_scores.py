@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hydragraph.train.watcher import Watcher
 
 Scores = Mapping[str, npt.NDArray[np.float32]]
-_EVERY_S = 60.0  # seconds between writes of scores
+_EVERY_S = 60.0
 
 
 class ReferenceScores:

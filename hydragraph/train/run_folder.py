@@ -50,14 +50,14 @@ class RunFolder:
     metrics = _FolderEntry("metrics.jsonl")
     tensorboard = _FolderEntry("tensorboard")
     events = _FolderEntry("events.jsonl")
-    ranks = _FolderEntry("ranks.json")  # processes of the run
+    ranks = _FolderEntry("ranks.json")
     slow = _FolderEntry("slow.json")  # slow ranks (`straggler_file`)
     picture = _FolderEntry("loss.png")
     trace = _FolderEntry("trace.json")  # trace for Perfetto
     corrections = _FolderEntry("corrections.json")  # written by `hydragraph compare`
-    model = _FolderEntry("model")  # model exported for transformers
+    model = _FolderEntry("model")
     tokenizer = _FolderEntry("tokenizer")  # tokenizer for transformers
-    reference = _FolderEntry("reference.npz")  # scores under the model before training
+    reference = _FolderEntry("reference.npz")
     checkpoints = _FolderEntry("checkpoints")
 
     def check(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:

@@ -155,7 +155,6 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
 
 
 def _find_position(run: Run, state: TrainState) -> None:
-    """Set the data position of all ranks to the end of step `state.done`."""
     # Any rank that trained this step knows the position; joining ranks do not.
     positions = run.world.gather(state.positions.get(state.done))
     position = next((rank_position for rank_position in positions if rank_position is not None), None)

@@ -49,12 +49,12 @@ class Run:
     world: World
     folder: RunFolder
     executor: Executable
-    strategies: tuple[Strategy, ...]  # steps use these strategies in turn; empty if the executor chooses strategies
-    evaluation: Mapping[str, list[list[Drawn]]]  # mini-batches of each evaluation set
+    strategies: tuple[Strategy, ...]  # steps use these in turn; empty if the executor chooses
+    evaluation: Mapping[str, list[list[Drawn]]]
     watcher: Watcher | None = None  # None except on rank 0
     log: MetricsLog | None = None
     controller: Controller | None = None
-    peak_flops_per_s: float | None = None  # sum of all ranks' peaks, or None if unknown
+    peak_flops_per_s: float | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)  # empty except on rank 0
     saving: list[tuple[int, Path]] = field(default_factory=list)
     traced: list[TracedStep] = field(default_factory=list)

@@ -46,5 +46,5 @@ class ModelFamily:
                 with torch.device("meta"):
                     model = kind(copy.deepcopy(self.config))
             except Exception:
-                continue  # the class cannot be built with this config
+                continue
             yield frozenset(model.state_dict())

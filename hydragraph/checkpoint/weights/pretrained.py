@@ -67,7 +67,7 @@ class TensorNames:
             return [(key, JoinedTensor.of(stored)) for key, stored in held.items()]
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-        conversions = copy.deepcopy(self.conversions)  # some conversions have a state
+        conversions = copy.deepcopy(self.conversions)
         renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
         # pieces: model tensor -> (its converter, source pattern -> stored tensors that form it)

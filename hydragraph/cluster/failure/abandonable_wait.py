@@ -27,7 +27,7 @@ class Waiter:
                 answer.put((function(), None))
             except BaseException as error:
                 answer.put((None, error))
-            del request, function, answer  # free buffers before the next wait
+            del request, function, answer
 
     def run(self, function: Callable[[], T], abandoned: Callable[[], bool]) -> T:
         """Return the function's result or raise its error; raise a RuntimeError as soon as `abandoned()` is true."""

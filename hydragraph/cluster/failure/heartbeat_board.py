@@ -43,7 +43,7 @@ class _Line(ctypes.Structure):
         ("index", ctypes.c_int64),  # index of the current instruction + 1, or 0 outside a step
         ("progress_s", ctypes.c_double),
         ("waiting", ctypes.c_bool),
-        ("left", ctypes.c_bool),  # whether the rank no longer needs other ranks
+        ("left", ctypes.c_bool),
         ("finished", ctypes.c_bool),  # whether the rank has closed its watch; also set after a fault
         ("call", ctypes.c_char * 221),
     )  # 256 bytes in total, a multiple of a cache line
@@ -78,7 +78,7 @@ class HeartbeatBoard:
             descriptor = os.memfd_create("hydragraph-board", os.MFD_CLOEXEC)
             address = f"/proc/{os.getpid()}/fd/{descriptor}"
         else:
-            folder = Path(tempfile.mkdtemp(prefix="hydragraph-"))  # only this user can access the memory
+            folder = Path(tempfile.mkdtemp(prefix="hydragraph-"))
             address = str(folder / "board")
             remove = partial(shutil.rmtree, folder, ignore_errors=True)
             descriptor = os.open(address, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

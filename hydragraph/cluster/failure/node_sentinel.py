@@ -201,5 +201,5 @@ def stand(post: SentinelSettings, starter: WatchedProcess) -> None:
 if __name__ == "__main__":
     try:
         stand(SentinelSettings(**json.loads(sys.argv[1])), WatchedProcess(**json.loads(sys.argv[2])))
-    except (RuntimeError, OSError, KeyboardInterrupt):  # the store or the board is gone
+    except (RuntimeError, OSError, KeyboardInterrupt):
         sys.exit(1)

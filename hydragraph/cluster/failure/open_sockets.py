@@ -32,4 +32,4 @@ def shut_down(descriptor: int) -> None:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and not listening:
                 connection.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # another thread has closed the connection
+        return

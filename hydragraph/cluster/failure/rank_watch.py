@@ -64,7 +64,7 @@ _LOOKED_AT = 8  # average number of ranks that one poll checks
 _ROLL_S = 1.0  # seconds between checks for newly registered ranks
 _HEAD_START = timedelta(seconds=0.3)  # time that waits on a closed connection need to fail
 _LAST_CHANCE = timedelta(seconds=0.5)  # time that waits need to end after the shutdown
-_MEETING = timedelta(seconds=30)  # time limit for the store to answer
+_MEETING = timedelta(seconds=30)
 _TOGETHER = (ValueError, FloatingPointError, Stopped)
 _AGREED = "_hydragraph_agreed"
 
@@ -262,7 +262,7 @@ class RankWatch:
         cause = error.__cause__
         ours = self._fault is None or (self._fault.rank, self._fault.error) == (self.rank, _text(cause or error))
         if failure.rank == self.rank and ours and cause is not None:
-            raise cause from None  # this rank caused the error
+            raise cause from None
         raise failure from error.__cause__
 
     def at(self, index: int | None) -> None:
@@ -422,7 +422,7 @@ class RankWatch:
             if several and reachable and self._sentinel is None and self._fault is None:
                 place = (client.host, client.port)
                 self._sentinel = Sentinel(SentinelSettings(*place, name, roll.machine, self._board.address, self.ranks))
-        if self._sentinel is not None and self._fault is None:  # a sentinel ends after a fault
+        if self._sentinel is not None and self._fault is None:
             self._sentinel.keep_up()
 
     def _look(self, elapsed: float) -> None:

@@ -47,7 +47,7 @@ from hydragraph.errors import RankFailure
 
 _GRACE_S = 8.0  # time in which other ranks can fail on their own
 _CULPRIT_S = 2.0  # time in which the rank at fault can report its error
-_EXIT_S = 5.0  # time in which the process of a finished rank must exit
+_EXIT_S = 5.0
 _STOPPED_LOOK_S = 0.05
 _LOOK_S = 0.5
 
@@ -115,7 +115,7 @@ class Job:
     ranks: int
     port: int
     work: bytes
-    timeout_s: float  # infinite if there is no limit
+    timeout_s: float
     relay: Relay
     prepared: Readable | None = None
 
@@ -150,7 +150,7 @@ def start(
             new.start()
     except (OSError, EOFError) as error:
         process = NotStarted(error)
-    theirs.close()  # the death of the process then closes the connection
+    theirs.close()
     return RankHandle(rank, process, ours)
 
 
@@ -269,7 +269,7 @@ def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout_s: fl
     missing = [member.rank for member in crew if member.outcome is None]
     if not failed and not missing:
         return
-    if fault is not None and (not failed or fault.rank in missing):  # the rank at fault hangs
+    if fault is not None and (not failed or fault.rank in missing):
         raise RankFailure(fault.rank, fault.instruction, fault.error, fault.host)
     if not failed:
         raise TimeoutError(f"launch: ranks {missing} had not returned after {timeout_s:g} s")
@@ -280,7 +280,7 @@ def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout_s: fl
         raise RankFailure(culprit.rank, at, culprit.outcome.how)
     assert isinstance(culprit.outcome, Raised)
     error = rebuilt(culprit.rank, culprit.outcome)
-    if isinstance(error, KeyboardInterrupt | SystemExit):  # the rank raised this error, not the launcher
+    if isinstance(error, KeyboardInterrupt | SystemExit):
         raise RankFailure(culprit.rank, at, culprit.outcome.summary) from error
     raise error
 
@@ -309,7 +309,7 @@ def private_folder() -> TemporaryDirectory[str]:
 def kill_here(crew: Sequence[RankHandle]) -> None:
     """Kill the processes of this machine without waiting; any thread may call this."""
     for member in crew:
-        with suppress(ValueError):  # the process is closed
+        with suppress(ValueError):
             if member.process.pid and member.process.is_alive():
                 member.process.kill()
 
@@ -319,7 +319,7 @@ def dismiss(crew: Sequence[RankHandle]) -> None:
     for member in crew:
         if not isinstance(member.outcome, Returned) and member.process.is_alive():
             member.process.kill()
-        member.connection.close()  # a finished rank waits for this close
+        member.connection.close()
     answering_server()
     deadline = time.monotonic() + _EXIT_S
     for member in crew:

@@ -60,7 +60,7 @@ def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
             near += [vars(module).get(name) for module in modules for name in code.co_names]
             pending += [value for value in near if _by_users(sys.modules.get(getattr(value, "__module__", None) or ""))]
         for cell in function.__closure__ or ():
-            with suppress(ValueError):  # the closure's variable has no value yet
+            with suppress(ValueError):
                 pending.append(cell.cell_contents)
 
 

@@ -34,7 +34,7 @@ from hydragraph.cluster.rendezvous.member import Member, MemberDismissed, be, me
 from hydragraph.cluster.rendezvous.store_registers import MemberDescription
 
 HOST = "127.0.0.1"
-KEPT = "HYDRAGRAPH_KEPT"  # environment variable with the path of the supervisor's private folder
+KEPT = "HYDRAGRAPH_KEPT"
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def listening(address: str, port: int, backlog: int | None = None) -> socket.soc
     one = len(addresses) == 1 and (address in addresses or not is_loopback(addresses[0]))
     if one or (addresses and address == "localhost"):
         family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
-        with suppress(OSError):  # fails if the address does not belong to this host
+        with suppress(OSError):
             return socket.create_server((addresses[0], port), family=family, backlog=backlog)
     if socket.has_dualstack_ipv6():
         with suppress(OSError):  # fails if the kernel supports IPv6 but IPv6 is disabled

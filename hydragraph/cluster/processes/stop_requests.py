@@ -171,5 +171,5 @@ class Stopping:
 def _say(sentence: str) -> None:
     """Write a sentence without `print`, which the signal may have interrupted."""
     shown = _SHOW_CURSOR if sys.stderr.isatty() else ""
-    with suppress(OSError, ValueError):  # stderr may be closed
+    with suppress(OSError, ValueError):
         os.write(sys.stderr.fileno(), f"{shown}hydragraph: {sentence}\n".encode())

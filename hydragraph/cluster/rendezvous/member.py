@@ -212,7 +212,7 @@ class Member:
         while not self._closed.wait(_EAR_S):
             try:
                 self._orders = self._heard.orders()
-            except RuntimeError:  # the store and the launcher no longer exist
+            except RuntimeError:
                 return
 
 

@@ -47,7 +47,7 @@ _LOG = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 _FRESH_S = 1.0  # a machine that sent a message within this time is neither lost nor paused
-_ASK_S = 5.0  # time limit for one answer or one attempt to connect
+_ASK_S = 5.0
 _ELECTED_S = 0.8  # time limit for one attempt to reach an elected leader; must be below `DOUBT_S`
 
 
@@ -317,7 +317,7 @@ class _Post:
     link: Link
     processes: dict[int, RemoteProcess] = field(default_factory=dict)
     leaving: bool = False
-    address: Address | None = None  # address to which other machines send probes
+    address: Address | None = None
     unheard: tuple[int, ...] = ()
 
 

@@ -18,7 +18,7 @@ _LOG = logging.getLogger(__name__)
 
 _ASK_S = 0.4  # between two requests
 _FENCE_S = 0.05
-_FIRST_S = 30.0  # time limit for the register's first answer
+_FIRST_S = 30.0
 
 
 class LeadershipLost(ConnectionError):  # noqa: N818 reads as a sentence
@@ -45,7 +45,7 @@ class Election:
         deadline = time.monotonic() + _FIRST_S
         while not self._read():
             if time.monotonic() > deadline:
-                self._register.read()  # raises an error if the register does not answer
+                self._register.read()
             time.sleep(_ASK_S)
         for name, task, interval_s in (("lease", self._take_part, _ASK_S), ("fence", self._guard, _FENCE_S)):
             arguments = (task, interval_s)
@@ -103,7 +103,7 @@ class Election:
         while not self._closed.wait(interval_s):
             try:
                 task()
-            except Exception:  # the next attempt may succeed
+            except Exception:
                 _LOG.exception("a step of the leader's election failed, and will be repeated")
 
     def _guard(self) -> None:
@@ -144,7 +144,7 @@ class Election:
         self.standing = asking(self.standing, lease, sent)
         try:
             accepted = self._register.swap(self._text, text, record)
-        except ConnectionError:  # the following read reports the error
+        except ConnectionError:
             return False
         if accepted:
             self._learn(text, sent)

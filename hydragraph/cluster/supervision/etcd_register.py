@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 _PORT = 2379
-_ASK_S = 1.0  # time limit for the answer of one etcd member
+_ASK_S = 1.0
 _SCHEME = "etcd://"
 
 

@@ -18,7 +18,7 @@ TTL_S = 5.0
 MARGIN_S = 0.5  # safety margin for the end of processes, and for clocks that differ
 STAGGER_S = 0.3  # additional wait, multiplied by the machine's index
 FIRST_S = 2.0  # wait before taking a free lease, multiplied by the machine's index
-REACH_S = 3.0  # time limit for connecting to a new leader
+REACH_S = 3.0
 # Time that a new leader waits for machines; exceeds TTL_S, REACH_S, and the rest of `UNREACHABLE_S` when a lease ends.
 GATHER_S = 7.0
 DOUBT_S = 1.0  # time limit for the check whether a silent leader has ended

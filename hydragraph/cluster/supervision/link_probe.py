@@ -68,7 +68,7 @@ class LinkProbe:
 
     def _heard(self) -> set[int]:
         heard = set()
-        with contextlib.suppress(OSError):  # no datagram arrives in time
+        with contextlib.suppress(OSError):
             data = self._socket.recv(256)
             self._socket.setblocking(False)
             while True:

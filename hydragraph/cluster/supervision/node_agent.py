@@ -52,9 +52,9 @@ from hydragraph.errors import EndedElsewhere
 
 _LOG = logging.getLogger(__name__)
 
-ARRIVAL_S = 1800.0  # time limit for the first machine to start
-BACK_S = 300.0  # time limit for reconnecting to the leader
-_TRY_S = 0.5  # time between two attempts to reach the first machine
+ARRIVAL_S = 1800.0
+BACK_S = 300.0
+_TRY_S = 0.5
 _TRY_ELECTED_S = 0.1
 _TOGETHER_S = 1.0  # time in which the leader can report that all machines are being stopped
 

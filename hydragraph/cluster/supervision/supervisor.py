@@ -60,7 +60,7 @@ from hydragraph.spec.elastic import Elastic
 
 _LOG = logging.getLogger(__name__)
 
-_ARRIVAL = timedelta(minutes=30)  # time limit for all machines to arrive
+_ARRIVAL = timedelta(minutes=30)
 _LOOK_S = 0.02
 _GRACE_S = 8.0  # time in which members can report after an error that would recur
 _REJOIN_S = 0.5  # delay before a lost process is replaced; doubled for each short-lived replacement
@@ -148,7 +148,7 @@ class Supervisor:
     crew: list[RankHandle] = field(default_factory=list)
     _record: CoordinatorState = field(default_factory=CoordinatorState)
     _seats: dict[int, Seated] = field(default_factory=dict)  # by member
-    _since: dict[int, float] = field(default_factory=dict)  # time when a member became a rank
+    _since: dict[int, float] = field(default_factory=dict)
     _waiting: dict[int, float] = field(default_factory=dict)  # seats to refill, each with the time to do so
     _short: dict[int, int] = field(default_factory=dict)  # consecutive short-lived processes, by seat
     _unready: dict[int, int] = field(default_factory=dict)  # processes that ended before they were ready, by seat
@@ -162,7 +162,7 @@ class Supervisor:
     _stop: bool = False
     _told_stop: bool = False
     _back: bool = False
-    _held: bool = False  # whether any rank has held state
+    _held: bool = False
     _next: int = 0
 
     def __post_init__(self) -> None:
@@ -268,7 +268,7 @@ class Supervisor:
             self._election.write(record=json.dumps(saved))
 
     def terminate(self) -> None:
-        self._stop = True  # a signal handler calls this function
+        self._stop = True
 
     def refill(self, *_: object) -> None:
         """Start processes in empty seats whose devices are available again."""

@@ -61,7 +61,7 @@ def device_name(device: torch.device) -> str:
 def choose_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:  # PyTorch's message lists every device type
+    except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"--device {name}: PyTorch finds no such device on this machine: omit --device, or use cpu")

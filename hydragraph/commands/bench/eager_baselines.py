@@ -18,7 +18,7 @@ from hydragraph.planner.quick_plan import MICRO_BATCH_TOKENS, assign
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.workload import IGNORED, sequence_of
 
-ATTENTION = "hydragraph_bench"  # name registered in transformers
+ATTENTION = "hydragraph_bench"
 
 Batch = dict[str, Tensor]
 Loss = Callable[[Batch], Tensor]

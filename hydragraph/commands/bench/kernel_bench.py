@@ -16,7 +16,7 @@ from hydragraph.errors import Unsupported
 
 ROUNDS = 7
 AT_LEAST_S = 0.01  # minimum seconds per round, so that launch overhead is negligible
-TOLERANCE = 2e-2  # allowed relative error of bf16 results
+TOLERANCE = 2e-2
 FOREIGN = ("compiled", "torch fused")  # names of implementations that may fail in PyTorch's code
 NOISE = 0.98  # smallest ratio of speeds that counts as equally fast
 COLUMNS = ("kernel", "size", "side", "ms", "GB/s or TFLOP/s", "% of ceiling", "peak MB")

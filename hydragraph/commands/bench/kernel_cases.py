@@ -16,7 +16,7 @@ from hydragraph.kernels import adamw, linear_cross_entropy, slice_copy
 from hydragraph.kernels.varlen_attention import varlen_attention
 
 BACKENDS = {"cuda": ("flash_attn", "torch", "triton"), "cpu": ("loop",)}
-RANGES = 2000  # maximum number of ranges per copy
+RANGES = 2000
 
 
 @dataclass(frozen=True)

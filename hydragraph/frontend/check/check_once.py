@@ -12,7 +12,7 @@ from hydragraph.log import doing
 from hydragraph.passes.variants import Variants
 
 AUTO: str = "auto"  # default mode; hydragraph's own tests set it to "off"
-_latest: list[Variants] = []  # graphs of the last checked program
+_latest: list[Variants] = []
 
 
 def mode_of(asked: str | bool) -> str:

@@ -26,9 +26,9 @@ class StageBarrier(threading.Barrier):
     def exchange(self, index: int, call: str, value: Any = None) -> list[Any]:
         """Return all ranks' values, in rank order; raise RuntimeError if calls or shapes differ."""
         self._given[index] = call, value
-        self.wait()  # all ranks have written
+        self.wait()
         contributions = list(self._given)
-        self.wait()  # all ranks have read
+        self.wait()
         calls = [(name, tuple(getattr(rank_value, "shape", ()))) for name, rank_value in contributions]
         if len(set(calls)) > 1:
             said = "; ".join(f"rank {i}: {name} {list(shape)}" for i, (name, shape) in enumerate(calls))

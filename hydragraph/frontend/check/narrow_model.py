@@ -125,7 +125,7 @@ class LibraryModel:
             try:
                 built = self.at(factor)
                 narrow = None if built is None else capture(built[0], *self.arguments)
-            except Exception as error:  # the model may not support the smaller widths
+            except Exception as error:
                 _LOG.info("cannot check a copy at 1/%d of the widths: %s", factor, error)
                 continue
             if built is not None and narrow is not None:

@@ -17,7 +17,7 @@ from hydragraph.private.tracing import ancestors_of
 # Names of model settings that contain a length beyond which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
-LONGEST = 512  # maximum number of tokens in a sequence
+LONGEST = 512
 _WORK = 4e11  # approximate maximum number of operations to compute one sequence
 # Default lengths, which differ from each other and are not powers of two.
 _SHORT = (5, 11, 3)

@@ -51,7 +51,6 @@ class DrawnWeights:
         return weights
 
     def _part(self, value: Tensor, name: str) -> Tensor:
-        """Return a view of shared noise, scaled like a new matrix."""
         # Widths around 16**e share noise with the deviation 4**-e: 1/64 = 1/sqrt(4096) for 16**3.
         exponent = round(math.log(value.shape[-1], 16))
         start = _start(name)

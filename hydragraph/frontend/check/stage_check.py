@@ -292,7 +292,7 @@ class _Stage:
             return parts
         parameter = self.parameters[name]
         total = torch.zeros_like(parameter.canonical(like))
-        for index, part in enumerate(parts):  # every rank has either a shard of the gradient or a partial sum of it
+        for index, part in enumerate(parts):  # every rank has a shard or a partial sum of the gradient
             expected = parameter.local_shape(self.form.tp, index)
             if part.shape != expected:
                 shapes = f"shape {tuple(part.shape)}, but the shard has {tuple(expected)}"

@@ -162,6 +162,6 @@ def _instructions(code: CodeType) -> str:
 
 
 def _constant(value: object) -> str:
-    if isinstance(value, frozenset):  # element order differs between processes
+    if isinstance(value, frozenset):
         return repr(sorted(map(repr, value)))
     return _instructions(value) if isinstance(value, CodeType) else repr(value)

@@ -173,7 +173,7 @@ def _check_shapes(forward: Sequence[Any], spec: VariantSpec, where: str) -> None
 def _built(data: Mapping[str, Any], where: str) -> list[fx.GraphModule]:
     try:
         return decode(data)
-    except Exception as error:  # FX may fail to generate the graph's code
+    except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise MalformedRecord(
             f"{where}: cannot build a graph from this data ({type(error).__name__}: {first:.200})"

@@ -168,7 +168,7 @@ class _Graph:
         self._where = where
         self._size_of = size
         self._names: set[str] = set()
-        self._started: set[str] = set()  # names of started collectives
+        self._started: set[str] = set()
 
     def _size(self, size: object) -> int:
         return self._size_of(size) if isinstance(size, str) else size_of(size, ())

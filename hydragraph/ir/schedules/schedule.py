@@ -66,7 +66,7 @@ class Action(NamedTuple):
         return f"{self.work.value}{pipeline}{self.micro_batch}{visit}"
 
 
-Place = tuple[int, int]  # row and visit of a stage
+Place = tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ FIXED = 1  # seconds that are added to the end time
 QUADRATIC = 2  # the coefficients a, b and c of T(l) = a l^2 + b l + c
 LINEAR = 3
 OVERHEAD = 4
-MAX_LEN = 5  # maximum number of tokens in a micro-batch
+MAX_LEN = 5
 UTIL_LEN = 6  # desired minimum number of tokens in a micro-batch
 MODE = 7
 COLUMNS = 8  # the following columns, for each of W reaches (`cost.reach`): window, chunk, seconds per pair
@@ -192,7 +192,7 @@ def longest_first(instance: AssignmentArrays, start: Ints, fullest: bool) -> Int
     longest = np.zeros(pipelines)  # in tokens
     ends = np.zeros(pipelines)
     placed = np.full(n, -1, np.int64)
-    front = np.empty(kinds, np.int64)  # for each kind, the pipeline that finishes first
+    front = np.empty(kinds, np.int64)
     least = np.empty(kinds)
     for i in range(n):
         # Equal pipelines have equal formulas. Comparing one of each kind makes a sequence cost

@@ -37,9 +37,7 @@ class AssignmentProblem:
 
     @property
     def hardest(self) -> list[tuple[float, list[int]]]:
-        """Pairs (length, kinds), in which the length is that of the longest sequence that fits exactly these kinds of
-        pipelines.
-        """
+        """Pairs (length, kinds): the longest sequence that fits exactly these kinds of pipelines has this length."""
         fits = np.isfinite(self.cost)
         longest = np.flatnonzero(np.diff(fits.sum(1), prepend=-1))
         return [(float(self.lengths[i]), np.flatnonzero(fits[i]).tolist()) for i in longest]

@@ -72,7 +72,7 @@ def search(
     free = free_bytes(costs, sequences * length, safety)
     best = math.inf
     by_shape: dict[object, SearchCandidate] = {}
-    last = math.inf  # seconds of the slowest candidate that is kept
+    last = math.inf
 
     def worth() -> float:
         return min(WITHIN * best, last)

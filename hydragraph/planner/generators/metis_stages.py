@@ -60,7 +60,7 @@ def staged(
     """
     devices = TypedDevices(costs)
     plans: dict[Strategy, Candidate] = {}
-    likely: set[Strategy] = set()  # keep plans with at most as many micro-batches in flight as the search assumed
+    likely: set[Strategy] = set()  # plans with at most as many micro-batches in flight as assumed
     laid: dict[object, Candidate | None] = {}
     for recompute in (False, True):
         if is_late(until):

@@ -25,10 +25,10 @@ from hydragraph.planner.generators.stage_layout import NUMBERS, awaited, most_la
 from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
 
-Multiset = tuple[int, ...]  # indices of forms, in ascending order
+Multiset = tuple[int, ...]
 # Every number of pipelines up to this one is tried.
 EVERY = 16
-# Maximum number of partitions that are priced per improvement.
+# Maximum number of partitions to price per improvement.
 EXCHANGES = 1500
 
 

@@ -112,7 +112,6 @@ def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
 
 
 def _visits(problem: MetisProblem) -> Iterator[tuple[tuple[str, ...], Ints, bool]]:
-    """Yield orders of types, divisions of ranks, and whether Metis visits these divisions twice."""
     ranks = problem.cluster.devices
     for number, types in enumerate(permutations(problem.types)):
         twice = number > 0

@@ -413,9 +413,7 @@ def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
 
 @compiled
 def level(share: Floats, stage: Ints, capacity: Floats) -> bool:
-    """Move a neighbor's layer to the stage with the most free capacity c, unless some stage would then have more than
-    c.
-    """
+    """Move a neighbor's layer to the stage with the most free capacity c, unless a stage would then have more."""
     count = capacity.size
     most = int(np.argmax(capacity))
     near = -1

@@ -50,7 +50,7 @@ class Tables(NamedTuple):
     generator: float  # milliseconds of one micro-batch
     activation: float  # numbers that a layer sends to the next layer, per sequence
     logits: float  # numbers that the second-to-last layer sends, per sequence (as in Metis)
-    batch: int  # sequences of an iteration
+    batch: int
     factor: float
     per_rank: bool
 

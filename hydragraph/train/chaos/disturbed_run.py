@@ -24,11 +24,11 @@ from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent, read_events
 
-MACHINES = 2  # number of machines in a run with preemptions
+MACHINES = 2
 STEPS_PER_STRIKE = 5  # mean number of steps between injected faults
 MOST_STEPS_PER_STRIKE = 60
 MOST_STEPS_PER_MACHINE = 1000
-CALM_STEPS = 10  # number of steps after the last fault
+CALM_STEPS = 10
 _CENSUS_S = 0.5
 _END_S = 30.0
 _START_S = 1800.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-STEPS = 20  # minimum number of steps before the comparison
-LEAST = 5  # minimum number of compared steps
+STEPS = 20
+LEAST = 5
 MATTERS = 1.2  # ratio of step times from which another plan is requested
 
 

@@ -25,7 +25,7 @@ from hydragraph.train.stragglers.straggler_state import LearnedSlowdown
 
 AHEAD = 2.0
 MATTERS = 0.05  # minimum lateness that is corrected
-LOOK = 4  # number of steps over which lateness is measured
+LOOK = 4
 USUAL = 8  # number of steps without slow ranks that determine the usual wait
 
 

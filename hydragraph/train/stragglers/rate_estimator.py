@@ -89,7 +89,7 @@ class Estimator:
         self._held = dict(held or {})
         # Logarithms of the errors of the cost model, by kind of work.
         self._errors: defaultdict[Kind, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        self._residuals: dict[int, deque[float]] = {}  # logarithms of slowdowns, by rank
+        self._residuals: dict[int, deque[float]] = {}
         self._recent: deque[Mapping[int, float]] = deque()  # residuals of the last iterations, by rank
         self._healthy: deque[Mapping[int, float]] = deque(maxlen=WINDOW)
 

@@ -21,7 +21,7 @@ from hydragraph.train.stragglers.reshard_plan import Rehoming, StateCosts, owned
 from hydragraph.train.stragglers.run_events import RunEvent
 
 BESIDE = 0.5
-COOLDOWN = 6  # minimum number of steps between two decisions
+COOLDOWN = 6
 MIX = 16  # number of recent steps in the mix of strategies
 CHANGED = 0.25  # a new home is chosen if this fraction of the recent mix of strategies has changed
 
@@ -141,7 +141,7 @@ class ReshardPolicy:
             if passes([self.home, *parts], self.ranks, self.buckets, costs):
                 self._decided_at = step
                 return (self._move(step, health, better, home, parts),)
-        return ()  # ranks do not have enough memory for the moves
+        return ()
 
     def _changed_mix(self) -> dict[Strategy, float] | None:
         if self.rule is None or len(self._mix) < MIX:
