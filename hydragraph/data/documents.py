@@ -23,7 +23,7 @@ _SPEAKERS = {
     **dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "bard", "bing", "claude", "model", "function_call"), "assistant"),
     **dict.fromkeys(("function_response", "observation"), "tool"),
 }
-_ROLES = ("user", "assistant", "system", "tool")  # names are compared without regard to case
+_ROLES = ("user", "assistant", "system", "tool")
 _INSTRUCTION, _SYSTEM, _HISTORY = "instruction", "system", "history"
 _INPUTS = ("input", "context")
 _OUTPUTS = ("output", "response")

@@ -59,7 +59,7 @@ class StrategySelector:
         self._plans = self._measured or len(strategies) > 1
         self._planner: IterationPlanner | None = None  # on rank 0
         self._change: _Change | None = None  # on rank 0
-        self._coming: tuple[Strategy, ...] = ()  # strategies that have been prepared or are being prepared
+        self._coming: tuple[Strategy, ...] = ()
         self._making: BackgroundCompile | None = None
         self._ready = False
         if self._plans and groups.world.rank == 0:

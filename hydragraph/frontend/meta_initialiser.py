@@ -15,7 +15,7 @@ from hydragraph.frontend.huggingface import is_huggingface
 from hydragraph.frontend.peft_adapters import is_peft
 from hydragraph.frontend.repeated_blocks import block_list, entries
 
-_UNSET = -(2**31)  # an integer that no initializer would set
+_UNSET = -(2**31)
 
 
 def is_meta(model: nn.Module) -> bool:

@@ -29,7 +29,7 @@ from hydragraph.private.operator_schemas import PACKETS
 
 _PLAIN: tuple[type, ...] = (*PLAIN, torch.Size, range, slice, EllipsisType)
 _TENSORS = ("_parameters", "_buffers", "_modules")
-LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")  # usual names of the attribute that contains a block's index
+LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")
 _BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")  # attributes that do not describe a module
 # Members of a class that do not describe it, or whose description would differ between processes.
 _NOT_DESCRIBED = frozenset({"__dict__", "__weakref__", "__doc__", "_abc_impl", "__orig_bases__", "__parameters__"}) | {

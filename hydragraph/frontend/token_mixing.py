@@ -20,7 +20,7 @@ from hydragraph.private.tracing import symbol_name
 aten = torch.ops.aten
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "multi_head_attention", "encoder_layer")
-_PRODUCTS = ("matmul", "mm.", "softmax", "einsum")  # operators that occur in hand-written attention
+_PRODUCTS = ("matmul", "mm.", "softmax", "einsum")
 
 
 def _remedy(operator: str) -> str:

@@ -86,7 +86,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _size(cut: Cut) -> tuple[object, ...]:
-    return cut.dim, cut.scale, cut.length, list(map(str, cut.outer))  # symbolic sizes are compared by name
+    return cut.dim, cut.scale, cut.length, list(map(str, cut.outer))
 
 
 def _reduction(cuts: Cuts, node: fx.Node) -> Cut | None:

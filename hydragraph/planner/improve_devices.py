@@ -28,7 +28,7 @@ from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-# Maximum number of strategies to price to improve one strategy.
+# Maximum number of strategies that are priced to improve one strategy.
 PRICED = 200
 # Number of moves from which the best is chosen, because the first gain is often a dead end.
 AT_ONCE = 24

@@ -32,7 +32,7 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
 
-Line = tuple[float, float]  # fixed bytes, and bytes for a share of 1 of the state
+Line = tuple[float, float]
 
 STREAMED_ROUNDS = 5
 MOVES = 64

@@ -19,7 +19,7 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
 ROUNDING = 1e-9
-# Maximum number of combinations of nodes to compare, and of incomplete combinations that are examined.
+# Maximum number of combinations of nodes to compare, and of incomplete combinations to examine.
 MOST = 256
 EXAMINED = 5_000
 

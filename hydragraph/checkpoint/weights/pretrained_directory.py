@@ -135,7 +135,7 @@ def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
     # tied: state-dict key -> key of the weight that it shares
     tied: dict[str, str] = dict(getattr(base, "all_tied_weights_keys", None) or {})
     configs = (base.config, base.config.get_text_config())
-    before = [config.tie_word_embeddings for config in configs]  # peft may change these settings
+    before = [config.tie_word_embeddings for config in configs]
     try:
         base = model.merge_and_unload()
     except RuntimeError as error:

@@ -179,7 +179,7 @@ def begin(
         sys.stderr.flush()
         os._exit(int(isinstance(outcome, Raised)))  # destroying communicators could block
     with contextlib.suppress(OSError, KeyboardInterrupt):
-        connection.poll(None)  # wait, because other ranks may still be connecting
+        connection.poll(None)
 
 
 def _allow_many_files() -> None:

@@ -23,7 +23,7 @@ from hydragraph.planner.quick_plan import too_long
 from hydragraph.spec.assignment import Assignment
 
 PRECISION = 1e-9
-ROUNDING = 1e-6  # tolerance for rounding errors in numbers of sequences
+ROUNDING = 1e-6
 LEAST_S = 1e-12  # per sequence
 # Relative sizes that are tried for a pipeline's first micro-batches and, in reverse order, for its last.
 RAMPS = ((), (0.5,), (0.15,), (0.33, 0.67), (0.1, 0.5), (0.2, 0.4, 0.6, 0.8))

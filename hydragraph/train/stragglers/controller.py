@@ -30,7 +30,7 @@ from hydragraph.train.stragglers.reshard_policy import ReshardPolicy
 from hydragraph.train.stragglers.run_events import RunEvent
 from hydragraph.train.stragglers.straggler_state import LearnedSlowdown, SlowRank
 
-LAST = 8  # number of recent mini-batches to plan for
+LAST = 8
 GAIN = 0.05  # minimum fraction of the step time that a switch must save
 COOLDOWN = 6  # minimum number of steps between two switches, unless a rank is lost
 COST_S = 2.0  # assumed seconds of a switch, until the first switch is measured

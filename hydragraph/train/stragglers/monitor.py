@@ -39,7 +39,7 @@ class KindOfWork:
     stage: str
 
 
-Predicted = dict[int, dict[KindOfWork, float]]  # seconds by rank and kind of work
+Predicted = dict[int, dict[KindOfWork, float]]
 
 
 class Monitor:

@@ -22,7 +22,7 @@ from hydragraph.train.stragglers.run_events import RunEvent
 
 BESIDE = 0.5
 COOLDOWN = 6
-MIX = 16  # number of recent steps in the mix of strategies
+MIX = 16
 CHANGED = 0.25  # a new home is chosen if this fraction of the recent mix of strategies has changed
 
 
