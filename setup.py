@@ -5,6 +5,7 @@ On another machine, or with another version of numba, the first plan compiles it
 
 from __future__ import annotations
 
+import compileall
 import os
 import shutil
 import subprocess
@@ -39,6 +40,8 @@ class Compile(build_py):
         codes = [compiler.wait() for compiler in compilers]
         if any(codes):
             self.warn("the planner's search could not be compiled: the first plan will compile it")
+        if self.editable_mode:  # pip compiles installed copies only
+            compileall.compile_dir(built / "hydragraph", quiet=1)
 
 
 setup(cmdclass={"build_py": Compile}, distclass=Binary)
