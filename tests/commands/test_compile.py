@@ -242,7 +242,8 @@ def test_inductor_compiles_what_can_be_read(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_folder_has_the_adapters_of_its_run(tmp_path: Path) -> None:
-    config, out = write(tmp_path, adapter={"lora": {"r": 4}}, strategies=["<tp1,pp1>"], check="off"), tmp_path / "out"
+    lora = {"lora": {"r": 4, "targets": ["q_proj"]}}
+    config, out = write(tmp_path, adapter=lora, strategies=["<tp1,pp1>"], check="off"), tmp_path / "out"
     result = run("compile", config, "--output", out)
     assert result.exit_code == 0, result.output
     settings = TrainConfig.load(config)
