@@ -101,8 +101,7 @@ class _Names:
             value = names.get(name, _MISSING)
             if _frozen(value) != before:
                 raise _changed(self.where, name, f"and is {_shown(value)} now")
-        # Comparing the counts first is cheap: every step checks every owner.
-        if self.known is not None and len(names) != len(self.known):
+        if self.known is not None and names.keys() != self.known:
             for name in names:
                 if name not in self.known and name not in _NOTES and mentions(self.kind, name):
                     raise _changed(self.where, name, f"from nothing to {_shown(names[name])}")
@@ -397,10 +396,12 @@ def _frozen(value: Any, inside: frozenset[int] = frozenset()) -> Any:
     inside |= {id(value)}
     if isinstance(value, Mapping):
         return kind, _frozen(parts, inside), _frozen(list(value.values()), inside)
-    if ATOMS.issuperset(kinds := set(map(type, parts))):
-        return kind, frozenset(kinds), frozenset(parts) if isinstance(value, (set, frozenset)) else tuple(parts)
-    frozen = [_frozen(part, inside) for part in parts]
-    return kind, frozenset(frozen) if isinstance(value, (set, frozenset)) else tuple(frozen)
+    collect = frozenset if isinstance(value, (set, frozenset)) else tuple
+    # The types separate 1, 1.0 and True, which are equal.
+    kinds = collect(map(type, parts))
+    if ATOMS.issuperset(kinds):
+        return kind, kinds, collect(parts)
+    return kind, collect(_frozen(part, inside) for part in parts)
 
 
 def _arguments(call: functools.partial[Any]) -> Mapping[str, Any]:

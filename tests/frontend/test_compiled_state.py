@@ -115,6 +115,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "its type": (lambda m: setattr(m[1], "temp", 1), "'temp' .* from 1.0 to 1"),
     "an attribute removed": (lambda m: delattr(m[0], "temp"), "from 1.0 to nothing"),
     "an attribute added": (lambda m: setattr(m[0], "extra", 1.0), "'extra' .* from nothing to 1.0"),
+    "an attribute added as another goes": (
+        lambda m: (delattr(m[0], "steps_seen"), setattr(m[0], "extra", 1.0)),
+        "'extra' .* from nothing to 1.0",
+    ),
     "one that the class has": (lambda m: setattr(m[0], "bias_scale", 2.0), "'bias_scale'"),
     "a forward": (lambda m: setattr(m[0], "forward", lambda x: x), "'forward'"),
     "a container": (lambda m: m[0].table.update(a=2.0), r"'table' .* is \{'a': 2.0\} now"),
@@ -517,6 +521,7 @@ HELD = Annealed()
         (lambda h: h.beta, weakref.proxy(HELD), lambda h: setattr(h, "beta", 5.0)),
         (lambda h: h["b"], collections.UserDict(b=1.0), lambda h: h.update(b=3.0)),
         (lambda h: h["b"], types.MappingProxyType(UNDER), lambda h: UNDER.update(b=3.0)),
+        (lambda h: h[0] / h[1], [1, 2.0], lambda h: operator.setitem(h, slice(2), [1.0, 2])),
         (lambda h: h[1500], LONG, lambda h: operator.setitem(h, 1500, 3.0)),
         (lambda h: h["a"]["b"]["c"]["d"]["e"]["f"], DEEP, lambda h: h["a"]["b"]["c"]["d"]["e"].update(f=3.0)),
         (lambda h: float(h), torch.ones(()), lambda h: h.fill_(3.0)),
