@@ -265,7 +265,7 @@ def chosen_strategies(
 
 
 def with_strategies(config: TrainConfig, named: Sequence[str] | None, ranks: int | None = None) -> TrainConfig:
-    """Return the config with `chosen_strategies` and without re-planning, which may need "auto"."""
+    """Return the config with `chosen_strategies`, and without replanning, because replanning may require "auto"."""
     strategies = chosen_strategies(named, config.strategies, ranks)
     elastic = replace(config.elastic, replan=None, dry_run=False)
     return replace(config, strategies=strategies, plan=given_plan(config), elastic=elastic)

@@ -58,7 +58,7 @@ def within(
 
 
 def dealt(chosen: Sequence[tuple[Parts, float]], count: int) -> list[Parts]:
-    """Return the ranks' fractions of each of `count` buckets, from (fractions, bucket count) pairs."""
+    """Convert pairs (fractions, number of buckets) to the ranks' fractions of each of `count` buckets."""
     buckets: list[Parts] = []
     left = np.zeros_like(chosen[0][0])
     for parts, times in chosen:

@@ -255,7 +255,7 @@ def _taken(session: Session, found: RecoveryResult) -> LoadedSession:
 
 
 def kept(session: Session, old: Session | None) -> Session:
-    """Return the new session with the old optimizer object, which schedulers reference."""
+    """Return the new session with the old optimizer object, to which learning-rate schedulers refer."""
     if old is None or old.optimizer is None or session.optimizer is None:
         return session
     optimizer, new = old.optimizer, session.optimizer

@@ -7,7 +7,7 @@ Every rank enters every exchange (pull or push), so all ranks need the same orde
 iteration, in which all pipelines take equally long, assigns a time to every computation. A pull is assigned the time of
 the computation before the one that uses the weights, and a push the time of the computation that made the gradients.
 Among its events of equal time, a rank runs pulls first, then computations, then pushes. A rank therefore waits only for
-earlier events and cannot deadlock. Stages that need a bucket simultaneously share one exchange.
+earlier events and cannot deadlock. Stages that need a bucket at the same time share one exchange.
 """
 
 from __future__ import annotations

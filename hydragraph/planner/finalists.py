@@ -61,7 +61,7 @@ WAITING = 1.05
 # A simulation takes as long as this many estimates.
 SIMULATION = 40
 
-# Returns the bytes of state that change owner under a home.
+# Function that returns how many bytes of state change owner under a home.
 Moved = Callable[[Home], int]
 Exactly = Callable[[PricedPlan], PricedPlan]
 

@@ -152,7 +152,7 @@ def one_way(seconds: float, before: Sequence[tuple[int, float]]) -> float:
     """Return a message's time, given the time until its answer arrives.
 
     Args:
-        before: bytes and seconds of smaller messages; the first of them takes as long as the answer. If empty, message
+        before: bytes and seconds of smaller messages, of which the first takes as long as the answer. If empty, message
             and answer have the same size.
     """
     return max(seconds - before[0][1] if before else seconds / 2, 1e-9)

@@ -70,7 +70,7 @@ def format_strategy(pipelines: Sequence[Pipeline], schedule: str) -> str:
 
 
 def regular_pipeline(tp: int, pp: int, layers: int, first: int, visits: int = 1, **flags: Any) -> Pipeline:
-    """Return pipeline `<tp,pp,v>` (v: `visits`) from device `first` on; its last stages may have one layer more."""
+    """Return the pipeline `<tp,pp,v>` (v: `visits`) from device `first` on; last stages may have one more layer."""
     # 7 layers in 3 stages: 2, 2, 3.
     even, rest = divmod(layers, pp * visits)
     groups = [tuple(range(first + tp * i, first + tp * (i + 1))) for i in range(pp)] * visits

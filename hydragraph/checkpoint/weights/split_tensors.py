@@ -1,4 +1,4 @@
-"""Model tensors split or merged in files, as for some models on the Hugging Face Hub.
+"""Model tensors that are split or merged in files, as in some models on the Hugging Face Hub.
 
 gate_up_proj [8 experts, 2 x 14336, 4096]  =  cat(stack(w1 of each expert), stack(w3 of each expert), dim 1)
 the piece experts.5.w3 [14336, 4096] begins at (5, 14336, 0) and has no dimension 0

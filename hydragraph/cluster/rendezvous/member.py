@@ -73,7 +73,7 @@ class Member:
     def introduce(self, peer: MemberDescription) -> None:
         self._place.introduce(peer)
         if self._moving is not None:
-            # Later stores get the register from this process.
+            # If the store moves, this process writes the register to the new store.
             self._place.say(self.number, self._place.said(self.number))
 
     @property

@@ -88,7 +88,7 @@ class NodeAgent:
     _probe: LinkProbe | None = None
 
     def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> InheritedMembers | None:
-        """Serve until the run ends, or this machine is preempted or elected; if elected, return all processes."""
+        """Serve until the run ends, or until this machine is preempted or elected; if elected, return all processes."""
         before = handling({signal.SIGTERM: self._asked, signal.SIGINT: self._asked, signal.SIGUSR1: self._repaired})
         handed = None
         if self._election is not None:

@@ -45,7 +45,7 @@ _OWN_LOSS = "pass the model's own loss as loss=, summed over targets; or let the
 
 
 def refuse_other_results(subject: CheckedModel, variants: Variants, lengths: ProbeLengths) -> None:
-    """Raise Unsupported if a user's model computes another loss than its captured graphs, or returns another loss."""
+    """Raise Unsupported if a user's model computes or returns a loss other than its captured graphs' loss."""
     model, program = subject.model, subject.program
     parameters = list(model.parameters())
     if (

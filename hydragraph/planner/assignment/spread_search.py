@@ -71,7 +71,7 @@ def rounded(problem: AssignmentProblem, relaxed: Relaxation) -> Ints:
 def search(
     problem: AssignmentProblem, relaxed: Relaxation, starts: Sequence[Ints], effort: SearchEffort, seed: int
 ) -> Ints:
-    """Improve assignments, in place, and return the best: each sequence's pipeline [n].
+    """Improve assignments in place; return the best one, which gives each sequence's pipeline [n].
 
     Args:
         starts: assignments, of which at least one assigns every sequence.

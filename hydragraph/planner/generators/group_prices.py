@@ -150,7 +150,7 @@ def state_bytes(costs: Costs) -> float:
 
 
 def free_bytes(costs: Costs, tokens: int, safety: float) -> dict[int, float]:
-    """Return each running rank's bytes that a mini-batch and the rank's share of the state leave free."""
+    """Return the bytes that remain on each running rank after a mini-batch and the rank's share of the state."""
     usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     part = costs.home.copies * state_bytes(costs) / sum(usable.values())
     return {rank: safety * size - (part * size + batch_bytes(tokens, tokens)) for rank, size in usable.items()}
