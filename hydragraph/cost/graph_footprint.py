@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -28,12 +27,14 @@ from hydragraph.private.graph_values import TensorForm
 from hydragraph.private.tracing import hint_of, symbol_name
 from hydragraph.spec.stage_kind import StagePart
 
+Terms = tuple[float, int, int]  # (c, t, b): c * `TracedSizes.factor`^t * `TracedSizes.bounds`^b bytes
+
 
 def halves_footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> HalvesFootprint:
     sizes = TracedSizes.of(variant, part, micro_batch)
     first, second = split_backward(variant)
     saved = dict(zip(saved_names(len(variant.needs)), _results(variant.forward)[variant.outputs :], strict=False))
-    origins = _origins(variant, sizes)
+    origins = _origins(variant)
     input_by_storage = {
         key: name
         for name, node in zip(first.needs, _nodes(first.backward, "placeholder"), strict=True)
@@ -63,29 +64,26 @@ def halves_footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch)
     )
 
 
-def _origins(variant: Variant, sizes: TracedSizes) -> dict[int, str]:
+def _origins(variant: Variant) -> dict[int, str]:
     """Return, by storage of the inputs and the output, a name in `Footprint.keeps`, or "" for weights and buffers."""
     inputs = zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True)
     kinds = {name: "hidden" if name == "hidden" else "aux" if name[:6] == "other." else "" for name in variant.inputs}
-    origins = {key: kinds[name] for name, node in inputs for key in sizes.storages(node)}
-    return dict.fromkeys(sizes.storages(_results(variant.forward)[0]), "output") | origins
+    origins = {key: kinds[name] for name, node in inputs for key, _ in storages_of(node)}
+    return {key: "output" for key, _ in storages_of(_results(variant.forward)[0])} | origins
 
 
 def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Footprint:
     sizes = TracedSizes.of(variant, part, micro_batch)
-    outputs = _results(variant.forward)
-    saved = {key: size for node in outputs[variant.outputs :] for key, size in sizes.storages(node).items()}
-    origins = _origins(variant, sizes)
-    own = [size for key, size in saved.items() if key not in origins]
-    gradient_of = dict(zip(variant.gradients, _results(variant.backward), strict=True))
+    results = _results_of(variant, sizes.tokens)
+    saved = list(map(sizes.bytes_of, results.saved))
     return Footprint(
-        sum(sizes.storages(outputs[0]).values()),
-        sum(own),
-        frozenset({origins[key] for key in saved.keys() & origins.keys()} - {""}),
+        sum(map(sizes.bytes_of, results.output)),
+        sum(saved),
+        results.keeps,
         most_alive(variant.forward, sizes),
         most_alive(variant.backward, sizes),
-        sum(sum(sizes.storages(node).values()) for name, node in gradient_of.items() if name != "hidden"),
-        sum(size for size in own if not moves(size)),
+        sum(map(sizes.bytes_of, results.gradients)),
+        sum(size for size in saved if not moves(size)),
     )
 
 
@@ -111,7 +109,7 @@ def aux_lines(program: Program) -> MemoryLines:
 
 
 def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
-    sizes = TracedSizes.of_inputs(_nodes(graph, "placeholder"), 1, micro_batch)
+    sizes = TracedSizes.of_inputs(_nodes(graph, "placeholder"), micro_batch)
     inputs = {key for node in _nodes(graph, "placeholder") for key in sizes.storages(node)}
     results = {key: size for node in _results(graph) for key, size in sizes.storages(node).items()}
     return sum(size for key, size in results.items() if key not in inputs)
@@ -138,22 +136,15 @@ class TracedSizes:
 
     @staticmethod
     def of(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> TracedSizes:
-        nodes = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
-        if "hidden" in nodes:
-            return TracedSizes.of_inputs([nodes["hidden"]], part.tp if part.sequence_parallel else 1, micro_batch)
-        return TracedSizes.of_inputs(list(nodes.values()), 1, micro_batch)
+        return _count_of(variant, part.tp if part.sequence_parallel else 1).sizes(micro_batch)
 
     @staticmethod
-    def of_inputs(nodes: Sequence[fx.Node], parts: int, micro_batch: MicroBatch) -> TracedSizes:
-        """Derive the sizes from inputs [1, tokens / parts, ...]."""
-        size = next((size for n in nodes for size in _shape(n)[1:2] if symbol_name(size) is not None), None)
-        if size is None:  # sizes do not depend on the tokens
-            return TracedSizes("", 1.0, 1 + micro_batch.sequences)
-        factor = micro_batch.tokens / (hint_of(size) * parts)
-        return TracedSizes(_symbols(size).pop(), factor, 1 + micro_batch.sequences)
+    def of_inputs(nodes: Sequence[fx.Node], micro_batch: MicroBatch) -> TracedSizes:
+        """Derive the sizes from inputs [1, tokens, ...]."""
+        return _TokenCount.of(nodes).sizes(micro_batch)
 
     def storages(self, node: Any) -> dict[int, int]:
-        return {key: self._bytes(form) for key, form in storages_of(node)}
+        return {key: self.bytes_of(_terms(form, self.tokens)) for key, form in storages_of(node)}
 
     def within(self, node: fx.Node) -> int:
         """Return the temporary bytes of a fused head, or 0."""
@@ -164,8 +155,9 @@ class TracedSizes:
         tokens, size = (round(self.number(n)) for n in hidden.shape)
         return working_bytes(tokens, size, int(weight.shape[0]), hidden.dtype)
 
-    def _bytes(self, form: TensorForm) -> int:
-        return round(math.prod(map(self.number, form.sizes)) * form.dtype.itemsize)
+    def bytes_of(self, terms: Terms) -> int:
+        constant, tokens, bounds = terms
+        return round(constant * self.factor**tokens * self.bounds**bounds)
 
     def number(self, size: int | torch.SymInt) -> float:
         if not isinstance(size, torch.SymInt) or symbol_name(size) is None:
@@ -173,14 +165,78 @@ class TracedSizes:
         return hint_of(size) * self.factor if self.tokens in _symbols(size) else self.bounds
 
 
+@dataclass(frozen=True)
+class _TokenCount:
+    """Tokens of a trace on all ranks; `symbol` is "" if sizes do not depend on the tokens."""
+
+    symbol: str
+    traced: int
+
+    @staticmethod
+    def of(nodes: Sequence[fx.Node], parts: int = 1) -> _TokenCount:
+        """Read inputs [1, tokens / parts, ...]."""
+        size = next((size for n in nodes for size in _shape(n)[1:2] if symbol_name(size) is not None), None)
+        return _TokenCount("", 1) if size is None else _TokenCount(_symbols(size).pop(), hint_of(size) * parts)
+
+    def sizes(self, micro_batch: MicroBatch) -> TracedSizes:
+        factor = micro_batch.tokens / self.traced if self.symbol else 1.0
+        return TracedSizes(self.symbol, factor, 1 + micro_batch.sequences)
+
+
+_COUNTS: WeakKeyDictionary[Variant, dict[int, _TokenCount]] = WeakKeyDictionary()
+
+
+def _count_of(variant: Variant, parts: int) -> _TokenCount:
+    counts = _COUNTS.setdefault(variant, {})
+    if parts not in counts:
+        nodes = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
+        hidden = nodes.get("hidden")
+        counts[parts] = _TokenCount.of(list(nodes.values())) if hidden is None else _TokenCount.of([hidden], parts)
+    return counts[parts]
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Storages of a variant's results; `keeps` as in `Footprint`."""
+
+    output: tuple[Terms, ...]
+    saved: tuple[Terms, ...]
+    gradients: tuple[Terms, ...]
+    keeps: frozenset[str]
+
+    @staticmethod
+    def of(variant: Variant, tokens: str) -> _Results:
+        def terms_of(nodes: Iterable[Any]) -> dict[int, Terms]:
+            return {key: _terms(form, tokens) for node in nodes for key, form in storages_of(node)}
+
+        outputs = _results(variant.forward)
+        saved = terms_of(outputs[variant.outputs :])
+        origins = _origins(variant)
+        gradients = zip(variant.gradients, _results(variant.backward), strict=True)
+        return _Results(
+            tuple(terms_of(outputs[:1]).values()),
+            tuple(terms for key, terms in saved.items() if key not in origins),
+            tuple(terms for name, node in gradients if name != "hidden" for terms in terms_of([node]).values()),
+            frozenset({origins[key] for key in saved.keys() & origins.keys()} - {""}),
+        )
+
+
+_RESULTS: WeakKeyDictionary[Variant, dict[str, _Results]] = WeakKeyDictionary()
+
+
+def _results_of(variant: Variant, tokens: str) -> _Results:
+    results = _RESULTS.setdefault(variant, {})
+    if tokens not in results:
+        results[tokens] = _Results.of(variant, tokens)
+    return results[tokens]
+
+
 def most_alive(graph: fx.GraphModule, sizes: TracedSizes) -> int:
     """Return the peak bytes of the values that a graph creates, including results."""
     lives = _lives_of(graph, sizes.tokens)
     value_bytes = np.rint(lives.constant * sizes.factor**lives.tokens * float(sizes.bounds) ** lives.bounds)
-    change = np.zeros(lives.nodes + 1)
-    np.add.at(change, lives.begin, value_bytes)
-    np.add.at(change, lives.end + 1, -value_bytes)
-    alive = np.cumsum(change)
+    begun, ended = (np.bincount(at, value_bytes, lives.nodes + 1) for at in (lives.begin, lives.end + 1))
+    alive = np.cumsum(begun - ended)
     if lives.heads:
         nodes = list(graph.graph.nodes)
         for i in lives.heads:
@@ -206,7 +262,7 @@ class _Lives:
         order = {node: i for i, node in enumerate(nodes)}
         begin: dict[int, int] = {}
         end: dict[int, int] = {}
-        terms_by_storage: dict[int, tuple[float, int, int]] = {}
+        terms_by_storage: dict[int, Terms] = {}
         foreign: set[int] = set()
         for i, node in enumerate(nodes):
             for key, form in storages_of(node):
@@ -234,7 +290,7 @@ def _lives_of(graph: fx.GraphModule, tokens: str) -> _Lives:
     return lives_by_key[key]
 
 
-def _terms(form: TensorForm, tokens: str) -> tuple[float, int, int]:
+def _terms(form: TensorForm, tokens: str) -> Terms:
     constant = float(form.dtype.itemsize)
     of_tokens = of_bounds = 0
     for size in form.sizes:
