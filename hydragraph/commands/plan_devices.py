@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import shlex
@@ -72,6 +73,8 @@ def plan_devices(asked: PlanOptions) -> None:
                 say("compiling the planner's search once")
             planned = _planned(asked, inputs, prices, workload, left, say)
     _show(asked, planned, workload)
+    if began is not None:  # the process ends now, so do not collect what `uncollected` left
+        gc.freeze()
 
 
 @dataclass(frozen=True)
