@@ -115,6 +115,11 @@ PLANNING: Mapping[str, Sequence[Change]] = {
     "less memory if nothing fits": [(plan, "SAFETIES", plan.SAFETIES[:1])],
 }
 
+_LONGER_SCHEDULE_SEARCH: Sequence[Change] = [
+    (assign_mini_batch, "EFFORT", replace(assign_mini_batch.EFFORT, kicks=200)),
+    (assign_mini_batch, "TASKS", 2_000_000),
+]
+
 ASSIGNING: Mapping[str, Sequence[Change]] = {
     "search by the envelope": [(assign_mini_batch, "search", _first)],
     "rounds with packing's excess": [(assign_mini_batch, "ROUNDS", 1)],
@@ -123,6 +128,17 @@ ASSIGNING: Mapping[str, Sequence[Change]] = {
     "kicks of the schedule search": [(assign_mini_batch, "EFFORT", replace(assign_mini_batch.EFFORT, kicks=0))],
     "kicks by the envelope": [(assign_mini_batch, "SPREADING", SearchEffort(kicks=0, enough=3e-3))],
     "envelope and its rounds": [(assign_mini_batch, "search", _first), (assign_mini_batch, "ROUNDS", 1)],
+    "kicks but the schedule's, which gets 2M tasks": [
+        (assign_mini_batch, "SPREADING", SearchEffort(kicks=0, enough=3e-3)),
+        (assign_mini_batch, "PACKING_KICKS", 0),
+        *_LONGER_SCHEDULE_SEARCH,
+    ],
+    "search but the schedule's, which gets 2M tasks": [
+        (assign_mini_batch, "search", _first),
+        (assign_mini_batch, "ROUNDS", 1),
+        (assign_mini_batch, "PACKING_KICKS", 0),
+        *_LONGER_SCHEDULE_SEARCH,
+    ],
 }
 PARTS = {**PLANNING, **ASSIGNING}
 

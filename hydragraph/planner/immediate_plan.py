@@ -6,7 +6,7 @@ The result is the fastest candidate that fits in memory:
 - the running strategy without slow pipelines, or with them rebuilt (with or without slow ranks);
 - results of the search for equal sequences of a typical length, and simple plans (`symmetric`).
 
-Candidates are sorted by the time of a mini-batch of the sample, assigned longest first, and estimated in this order.
+Candidates are estimated in the order of approximate times, for which the mini-batch is assigned longest first.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from hydragraph.planner.improve_devices import DeviceMoves
 from hydragraph.planner.micro_batch_sizes import pipeline_costs
 from hydragraph.planner.price_candidate import placed_candidates, unlike
 from hydragraph.planner.price_mini_batches import QUICK, traffic_in_line
+from hydragraph.planner.traffic_bound import CardBound
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 AT_ONCE_S = 0.3  # default deadline
 RUNNING = 3  # maximum number of known strategies to estimate
-FEWEST = 5  # minimum number of estimates
+FEWEST = 8  # minimum number of estimates
 SEARCHING = 0.6  # fraction of the deadline that the search may use
 SLOW = 1.5  # if a rank's rate is above this, plans without the rank are also tried
 
@@ -69,22 +70,26 @@ def plan_at_once(
     began = time.monotonic()
     batch = sample(workload)
     promising = _promising(costs, workload, began + SEARCHING * deadline_s)
-    known = _near(costs, workload, others)
+    cards = CardBound(costs)
     candidates: list[tuple[float, Strategy, tuple[PipelineCost, ...]]] = []
-    for strategy in dict.fromkeys([*known, *promising]):
-        pipelines = pipeline_costs(costs, strategy, None if strategy in known else workload.longest)
+    for strategy in dict.fromkeys([*_near(costs, workload, others), *promising]):
+        pipelines = pipeline_costs(costs, strategy)
+        if strategy in promising:  # the search found that the longest sequence fits
+            pipelines = tuple(replace(p, max_len=max(p.max_len, workload.longest)) for p in pipelines)
         if _fits(pipelines, workload):
-            end = quick_end(problem_of(pipelines, batch, formed=True).instance)
-            candidates.append((end, strategy, pipelines))
+            end = quick_end(problem_of(pipelines, batch, formed=True).instance) + promising.get(strategy, 0.0)
+            traffic = 0.0 if strategy.shares else cards.least_s(strategy)
+            candidates.append((max(end, traffic), strategy, pipelines))
     seconds: dict[Strategy, float] = {}
-    for _, strategy, pipelines in sorted(candidates, key=lambda each: each[0]):
+    candidates.sort(key=lambda each: each[0])
+    for _, strategy, pipelines in candidates:
         if len(seconds) >= FEWEST and time.monotonic() > began + deadline_s:
             break
         assignment = assign_pipelines(pipelines, batch, effort=QUICK)
         # Traffic is estimated only for strategies that may be the fastest.
         is_slower = assignment.seconds >= min(seconds.values(), default=math.inf)
         seconds[strategy] = assignment.seconds if is_slower else traffic_in_line(costs, strategy)(assignment)
-    for strategy in sorted(seconds, key=seconds.__getitem__):
+    for strategy in sorted((each[1] for each in candidates), key=lambda each: seconds.get(each, math.inf)):
         try:
             pipelines = costs.pipelines(strategy)
         except Unsupported:
@@ -128,7 +133,8 @@ def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[
     return list(dict.fromkeys(every))
 
 
-def _promising(costs: Costs, workload: Workload, until: float) -> list[Strategy]:
+def _promising(costs: Costs, workload: Workload, until: float) -> dict[Strategy, float]:
+    """Return strategies, and how long their pipelines wait for pull and push."""
     typical = workload.typical
     count = typical.sequences
     length = typical.length
@@ -136,5 +142,4 @@ def _promising(costs: Costs, workload: Workload, until: float) -> list[Strategy]
     searched = unlike(search(costs, count, length, way, reach=workload.longest, until=until))
     sizes, _ = sizes_of(costs, count, length)
     plain = simple(costs, count, length, sizes, workload.longest, SAFETY)
-    every = sorted([*placed_candidates(searched), *plain], key=lambda each: each.seconds + each.exposed_s)
-    return list(dict.fromkeys(candidate.strategy for candidate in every))
+    return {candidate.strategy: candidate.exposed_s for candidate in [*plain, *placed_candidates(searched)]}
