@@ -42,7 +42,7 @@ def through_json(*graphs: fx.GraphModule) -> list[fx.GraphModule]:
     return decode(json.loads(json.dumps(encode(*graphs))))
 
 
-@only("gpt2")
+@only("llama")
 def test_graphs_come_back_as_they_were(variants: Variants) -> None:
     for _, variant in variants._known.items():
         for graph, back in zip(
@@ -61,7 +61,7 @@ def test_complex_numbers_come_back(number: complex) -> None:
     assert list(back.graph.nodes)[1].args[1] == number
 
 
-@only("gpt2")
+@only("llama")
 def test_variants_that_were_pickled_measure_the_same(variants: Variants) -> None:
     back = pickle.loads(pickle.dumps(variants))
     for (key, variant), (other, loaded) in zip(variants._known.items(), back._known.items(), strict=True):
