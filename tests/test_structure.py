@@ -14,6 +14,7 @@ FILE_LINES = 700
 PACKED = 0.01  # share of assignments of several values in one line
 VAGUE = {"found", "given", "known", "wanted", "held", "taken", "made", "told", "each"}  # names that could hold anything
 VAGUE_SHARE = 0.01  # of local names
+COMMENTED = 0.03  # share of lines that are comments
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Contents:
         classes: name -> the files that define it.
         assigned: names that are assigned to.
         assignments: how many there are; packed: how many of them assign several values.
+        comments: lines that hold only a comment.
     """
 
     files: dict[str, int] = field(default_factory=dict)
@@ -33,6 +35,7 @@ class Contents:
     assigned: Counter[str] = field(default_factory=Counter)
     assignments: int = 0
     packed: int = 0
+    comments: int = 0
 
     def add(self, path: str, node: ast.AST) -> None:
         match node:
@@ -54,6 +57,7 @@ def contents() -> Contents:
     for path in sorted(PACKAGE.rglob("*.py")):
         name, source = str(path.relative_to(PACKAGE)), path.read_text()
         found.files[name] = len(source.splitlines())
+        found.comments += sum(line.lstrip().startswith("# ") for line in source.splitlines())
         for node in ast.walk(ast.parse(source)):
             found.add(name, node)
     return found
@@ -78,3 +82,7 @@ def test_assignments_are_not_packed() -> None:
 def test_names_say_what_they_hold() -> None:
     names = contents().assigned
     assert sum(names[name] for name in VAGUE) <= VAGUE_SHARE * names.total()
+
+
+def test_comments_explain_what_code_cannot_say() -> None:
+    assert contents().comments >= COMMENTED * sum(contents().files.values())
