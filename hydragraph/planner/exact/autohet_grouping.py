@@ -65,7 +65,7 @@ def effective_power(kinds: Sequence[EntityKind], group: Sequence[int], micro_bat
 
 
 def value_of(kinds: Sequence[EntityKind], groups: Sequence[Sequence[int]], micro_batches: int) -> float:
-    """Return D min_j G_j (equation 3)."""
+    """Return the value D min_j G_j of a grouping (equation 3)."""
     per_group = micro_batches / len(groups)
     return len(groups) * min(effective_power(kinds, group, per_group) for group in groups)
 

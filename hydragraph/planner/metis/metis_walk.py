@@ -7,8 +7,8 @@ degrees (one stage halves dp and doubles tp) or a correction. NAIVE and MEMORY d
     NAIVE   the stage with least memory left when layers last fitted; if they never fitted, the stage with largest dp
     MEMORY  the stage most short of memory at the first attempt; if all fitted, the stage with the least memory left
 
-A walk ends when a plan fits at the first attempt, or no stage can change. As in Table 1 of the improved paper, only
-steps that led to a plan are counted.
+A walk ends when a plan fits at the first attempt, or when no stage can change. As in Table 1 of the improved paper,
+only steps that led to a plan are counted.
 
     capacity[s]  [S]    fraction of the total speed
     split[q]     [7 L]  layers in seven equal pieces
