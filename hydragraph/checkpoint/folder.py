@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from hydragraph.atomic_write import write_whole
 from hydragraph.checkpoint.manifest import MARKER, CheckpointManifest, SavedFile
+from hydragraph.data.atomic_write import write_whole
 
 _LOG = logging.getLogger(__name__)
 

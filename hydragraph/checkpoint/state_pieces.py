@@ -26,8 +26,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from hydragraph.atomic_write import whole_file
 from hydragraph.checkpoint.piece_sources import StatePiece, StorageTier
+from hydragraph.data.atomic_write import whole_file
 from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.home_state import parameters_within
 from hydragraph.runtime.state_movement import Columns, OwnedState

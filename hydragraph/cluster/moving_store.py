@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hydragraph.atomic_write import write_whole
 from hydragraph.cluster.failure.open_sockets import open_sockets, shut_down
 from hydragraph.cluster.processes.rendezvous_stores import client
+from hydragraph.data.atomic_write import write_whole
 
 T = TypeVar("T")
 

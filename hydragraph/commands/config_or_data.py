@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hydragraph.atomic_write import write_whole
 from hydragraph.commands.launch_process import leads
 from hydragraph.commands.options import check_written
+from hydragraph.data.atomic_write import write_whole
 from hydragraph.spec.record import parse_yaml, read_text
 from hydragraph.train.available_devices import devices_here
 from hydragraph.train.config import TrainConfig

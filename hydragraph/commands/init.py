@@ -31,7 +31,7 @@ def init_command(options: InitOptions) -> None:
         fix = "name a file with --to" if to.is_dir() else "replace it with --overwrite, or name another file with --to"
         raise ValueError(f"{to} already exists: {fix}")
     check_written("--to", to)
-    from hydragraph.atomic_write import write_whole
+    from hydragraph.data.atomic_write import write_whole
     from hydragraph.train.config import TrainConfig
     from hydragraph.train.data import data_remarks
     from hydragraph.train.starter_config import look

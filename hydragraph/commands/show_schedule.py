@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydragraph.atomic_write import save_figure
 from hydragraph.commands.options import check_written
 from hydragraph.commands.show_folder import WIDTH, ShownStrategy, shortened
+from hydragraph.data.atomic_write import save_figure
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.schedules.schedule import RETURNING, Action, Place, Schedule, Work

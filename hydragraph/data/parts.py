@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hydragraph.atomic_write import whole_file
+from hydragraph.data.atomic_write import whole_file
 from hydragraph.data.chat import DocumentEncoder
 from hydragraph.data.corpus import PlacedDocument
 from hydragraph.data.documents import characters_of

@@ -28,7 +28,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from hydragraph.atomic_write import whole_file
+from hydragraph.data.atomic_write import whole_file
 
 T = TypeVar("T")
 

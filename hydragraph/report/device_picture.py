@@ -8,8 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hydragraph.atomic_write import save_figure
 from hydragraph.cost.costs import Costs
+from hydragraph.data.atomic_write import save_figure
 from hydragraph.planner.plan import Plan
 from hydragraph.spec.home_text import consecutive
 from hydragraph.spec.pipeline import Stage

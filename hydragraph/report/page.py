@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from hydragraph.atomic_write import write_whole
+from hydragraph.data.atomic_write import write_whole
 from hydragraph.report.facts import ReportContents
 from hydragraph.report.markup import join, script_data, tag
 from hydragraph.report.sections import contents, header, sections

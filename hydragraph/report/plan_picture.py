@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hydragraph.atomic_write import save_figure
+from hydragraph.data.atomic_write import save_figure
 from hydragraph.report.candidate_comparison import Example, scheme_counts
 
 TALLEST = 40  # rows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hydragraph.atomic_write import save_figure
+from hydragraph.data.atomic_write import save_figure
 from hydragraph.report.facts import STREAMS
 from hydragraph.report.number_text import seconds_text
 from hydragraph.report.simulation_price import PricedStrategy

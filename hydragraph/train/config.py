@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 
 import yaml
 
-from hydragraph.atomic_write import write_whole
+from hydragraph.data.atomic_write import write_whole
 from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON, FieldNames
 from hydragraph.spec.elastic import Elastic
 from hydragraph.spec.home import AUTO, Home

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hydragraph.atomic_write import save_figure
+from hydragraph.data.atomic_write import save_figure
 from hydragraph.train.goodput import account
 from hydragraph.train.step_metrics import Metrics, strategy_names
 from hydragraph.train.stragglers.run_events import TITLES, Name, RunEvent

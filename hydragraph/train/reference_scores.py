@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from hydragraph.atomic_write import whole_file
+from hydragraph.data.atomic_write import whole_file
 from hydragraph.data.mini_batches import MiniBatches, Mixture
 from hydragraph.train.config import TrainConfig
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hydragraph.atomic_write import write_whole
 from hydragraph.checkpoint.folder import complete, set_aside, step_name
 from hydragraph.checkpoint.manifest import is_whole
+from hydragraph.data.atomic_write import write_whole
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_overrides import differences
 from hydragraph.train.stragglers.run_events import drop_events

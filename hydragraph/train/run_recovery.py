@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hydragraph.atomic_write import write_whole
 from hydragraph.cluster.rendezvous.member import here
 from hydragraph.cost.costs import Costs
+from hydragraph.data.atomic_write import write_whole
 from hydragraph.engine.recovery import Checkpoints, Survived, meet_again
 from hydragraph.spec.health import Health
 from hydragraph.train.callbacks import Callbacks

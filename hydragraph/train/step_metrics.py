@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from hydragraph.atomic_write import write_whole
 from hydragraph.checkpoint.disk_errors import file_errors
+from hydragraph.data.atomic_write import write_whole
 from hydragraph.train.stragglers.run_events import RunEvent, complete_lines
 
 _SCALARS = (

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from hydragraph.atomic_write import write_whole
+from hydragraph.data.atomic_write import write_whole
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.stragglers.straggler_state import LearnedSlowdown, SlowRank
 

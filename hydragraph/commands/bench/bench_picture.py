@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hydragraph.atomic_write import save_figure
 from hydragraph.commands.bench.bench_table import BenchReport
+from hydragraph.data.atomic_write import save_figure
 
 
 def write_picture(report: BenchReport, path: Path) -> None:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from hydragraph.atomic_write import write_whole
+from hydragraph.data.atomic_write import write_whole
 
 Name = Literal["fault", "straggler", "recovered", "replan", "switch", "migrate", "join", "leave", "saved", "resumed"]
 

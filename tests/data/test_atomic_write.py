@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hydragraph.atomic_write import write_whole
+from hydragraph.data.atomic_write import write_whole
 
 
 def test_a_file_is_replaced_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
