@@ -76,7 +76,8 @@ def _print_version(asked: bool) -> None:
 
 def main(began: float | None = None) -> None:
     """Run the command line. A command's deadline counts from `began`."""
-    os.environ.update(spinning(os.environ))  # before anything imports PyTorch
+    # Before anything imports PyTorch
+    os.environ.update(spinning(os.environ))
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
@@ -163,7 +164,8 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         _complain("stopped", debug)
-        raise typer.Exit(130) from None  # 128 + SIGINT, as in shells
+        # 128 + SIGINT, as in shells
+        raise typer.Exit(130) from None
     except (ValueError, OSError, ImportError) as error:
         _complain(_said(error), debug)
         raise typer.Exit(_MISTAKE) from None

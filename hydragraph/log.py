@@ -86,7 +86,8 @@ class _Shown(logging.StreamHandler[Any]):
     """Handler that writes to the current stderr, which a progress bar may replace."""
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)  # StreamHandler.__init__ would store the current stderr
+        # StreamHandler.__init__ would store the current stderr
+        logging.Handler.__init__(self)
         self.setFormatter(logging.Formatter(FORMAT))
         self.addFilter(RankFilter())
 
@@ -112,7 +113,8 @@ def show(level: str | int | None = "info") -> None:
     for handler in [h for h in logger.handlers if isinstance(h, _Shown)]:
         logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET if number is None else number)
-    logger.propagate = number is None  # otherwise a configured root logger would write each line twice
+    # Otherwise a configured root logger would write each line twice
+    logger.propagate = number is None
     if number is not None:
         logger.addHandler(_Shown())
 

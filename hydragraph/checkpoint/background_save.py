@@ -90,7 +90,8 @@ class Saver:
                 save_and_load.write(prepared, groups)
         except (ValueError, RankFailure) as error:
             self._error = error
-        except OSError as error:  # a full disk is neither a bug nor a rank failure
+        except OSError as error:
+            # A full disk is neither a bug nor a rank failure
             _LOG.error("%s", error)
             self._error = error
         except Exception as error:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PROBE = 4 << 20  # number of bytes that `refusal` writes; a disk with less free space counts as full
+# Number of bytes that `refusal` writes; a disk with less free space counts as full
+_PROBE = 4 << 20
 
 
 @contextmanager
@@ -40,7 +41,8 @@ def refusal(directory: Path) -> OSError | None:
         return error
     try:
         left = _PROBE
-        while left:  # if the disk fills up, `write` returns a smaller count
+        # If the disk fills up, `write` returns a smaller count
+        while left:
             left -= os.write(descriptor, bytes(left))
         os.fsync(descriptor)
     except OSError as error:

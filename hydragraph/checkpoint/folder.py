@@ -52,7 +52,8 @@ def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
     checkpoints = complete(directory)
     for step, path in checkpoints[:-keep]:
         if step != spared:
-            shutil.rmtree(set_aside(path, "old"))  # a partly deleted checkpoint must not look complete
+            # A partly deleted checkpoint must not look complete
+            shutil.rmtree(set_aside(path, "old"))
             _LOG.info("deleted checkpoint %s: only the newest %d are kept", path, keep)
     for path in directory.iterdir() if checkpoints else ():
         # Leftovers of later steps may belong to a save in progress.

@@ -15,7 +15,8 @@ from hydragraph.cluster.communicators import Groups
 
 FORMAT = 1
 MARKER = "complete.json"
-METADATA = ".metadata"  # torch.distributed.checkpoint (DCP) writes its index here
+# torch.distributed.checkpoint (DCP) writes its index here
+METADATA = ".metadata"
 
 
 class Damaged(ValueError):  # noqa: N818
@@ -120,7 +121,8 @@ def check_model(
 
 
 def check_buffers(where: str, stored: Mapping[str, Tensor] | None, buffers: Mapping[str, Tensor]) -> None:
-    if stored is not None:  # earlier versions wrote no buffers
+    # Earlier versions wrote no buffers
+    if stored is not None:
         saved, own = ({name: tuple(b.shape) for name, b in each.items()} for each in (stored, buffers))
         check_shapes(where, saved, own)
 

@@ -18,7 +18,8 @@ from hydragraph.checkpoint.manifest import Damaged
 from hydragraph.errors import type_text
 
 _PLAIN = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_PATHS = ("pathlib", "pathlib._local")  # Python 3.13 and later use pathlib._local
+# Python 3.13 and later use pathlib._local
+_PATHS = ("pathlib", "pathlib._local")
 _NAMED = frozenset({("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")})
 
 
@@ -37,7 +38,8 @@ class CheckpointReader(FileSystemReader):
                 metadata = _Plain(stream).load()
         except OSError:
             raise
-        except Exception as error:  # a damaged pickle may raise any error
+        except Exception as error:
+            # A damaged pickle may raise any error
             raise Damaged(
                 f"{file} cannot be read as a checkpoint's metadata ({error}): use another checkpoint"
             ) from error

@@ -31,7 +31,8 @@ from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, dtypes
 _LOG = logging.getLogger(__name__)
 
 _WHAT = "read checkpoint pieces"
-_AHEAD = 3  # number of windows (lists of reads) that are read in advance
+# Number of windows (lists of reads) that are read in advance
+_AHEAD = 3
 _READERS = 4
 
 
@@ -130,7 +131,8 @@ class Recovery:
         return None
 
     def _check(self, where: str, common: Mapping[str, Any]) -> None:
-        if MODEL in common:  # earlier versions did not record the model
+        # Earlier versions did not record the model
+        if MODEL in common:
             parameters, saved = common[MODEL]
             check_model(where, parameters, saved, shapes_of(self.home), self.optimizer)
         if self.buffers is not None:
@@ -204,7 +206,8 @@ class Recovery:
                     without = set().union(*(hosts[sharer][2] for sharer in ranks))
                     try:
                         held = pieces.held(tier)
-                    except Exception as error:  # fsspec's drivers raise their own types
+                    except Exception as error:
+                        # fsspec's drivers raise their own types
                         _LOG.warning("%s: cannot list the pieces in %s: %s", _WHAT, tier.name.lower(), error)
                         continue
                     for kept, shelf_pieces in held.items():
@@ -229,7 +232,8 @@ class Recovery:
             try:
                 data = self.pieces.common(place.tier, found.kept)
                 decoded(data)
-            except Exception as error:  # torch raises many types of errors for damaged files
+            except Exception as error:
+                # Torch raises many types of errors for damaged files
                 self.pieces.unreadable.add((place.tier, found.kept, None))
                 where = place.tier.name.lower()
                 raise ValueError(f"{_WHAT}: common.pt of step {found.kept.step}, from {where}: {error}") from error
@@ -267,7 +271,8 @@ class _PieceReader:
         try:
             file = self.pieces.reader(fetch.tier, self.kept, piece, whole)
             parts = [file.read(name, column, lo, hi, dtype) for name, lo, hi, column, dtype in self.spans(fetch)]
-        except Exception as error:  # fsspec's drivers raise their own types
+        except Exception as error:
+            # fsspec's drivers raise their own types
             self.pieces.unreadable.add((fetch.tier, self.kept, piece))
             raise ValueError(
                 f"{_WHAT}: elements [{piece.lo}, {piece.hi}) of {piece.bucket} after step {self.kept.step}, from "
@@ -279,7 +284,8 @@ class _PieceReader:
         home = self.state.home
         rows = home.layouts[fetch.piece.bucket].of(home.rank)
         row = int(((rows.lo <= fetch.lo) & (fetch.lo < rows.hi)).argmax())
-        at = int(rows.at[row]) + fetch.lo - int(rows.lo[row])  # position of the fetch's first element in the shard
+        # Position of the fetch's first element in the shard
+        at = int(rows.at[row]) + fetch.lo - int(rows.lo[row])
         offsets = self.buckets[fetch.piece.bucket].offsets()
         begin = 0
         for name, lo, hi, column, dtype in self.spans(fetch):

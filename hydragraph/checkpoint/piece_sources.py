@@ -84,7 +84,8 @@ def fetch_plan(
     for piece in sorted(places):
         by_bucket.setdefault(piece.bucket, []).append(piece)
     plan: list[PieceRead] = []
-    open_at: dict[tuple[object, ...], int] = {}  # index in `plan` of a read that can be extended
+    # Index in `plan` of a read that can be extended
+    open_at: dict[tuple[object, ...], int] = {}
     for bucket, layout in needed.items():
         pieces = by_bucket.get(bucket, [])
         # All elements between two marks are in the same pieces, and the same ranks need them.
@@ -119,7 +120,8 @@ def _fetches(
         for place in places:
             for rank in place.ranks:
                 reach[rank] = min(reach.get(rank, (place.tier, piece)), (place.tier, piece))
-    reads: dict[int, list[int]] = {}  # for each reader, the ranks that receive its data
+    # For each reader, the ranks that receive its data
+    reads: dict[int, list[int]] = {}
     own = [rank for rank in needing if rank in reach and reach[rank][0] is StorageTier.MEMORY]
     for rank in own:
         reads[rank] = [rank]

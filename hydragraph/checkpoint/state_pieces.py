@@ -35,8 +35,10 @@ from hydragraph.runtime.state_movement import Columns, OwnedState
 _STEP = re.compile(r"step-(\d+)\.([0-9a-z]*-[0-9a-f]+)")
 _PIECE = re.compile(r"(\d+)-(\d+)\.safetensors")
 _COMMON = "common.pt"
-_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "r2"}  # protocols of fsspec
-_BLOCK = 1 << 20  # bytes per checksum
+# Protocols of fsspec
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "r2"}
+# Bytes per checksum
+_BLOCK = 1 << 20
 _HEAD = 8
 
 
@@ -126,7 +128,8 @@ class DiskStorage:
         return [path.name for path in self.root.glob("step-*")]
 
     def drop(self, folder: str) -> None:
-        shutil.rmtree(self.root / folder, ignore_errors=True)  # another rank may also delete the directory
+        # Another rank may also delete the directory
+        shutil.rmtree(self.root / folder, ignore_errors=True)
 
 
 class StoreStorage:
@@ -140,10 +143,12 @@ class StoreStorage:
     def put(self, name: str, data: bytes) -> None:
         path = f"{self._root}/{name}"
         protocols = {self._files.protocol} if isinstance(self._files.protocol, str) else {*self._files.protocol}
-        if "file" in protocols:  # fsspec would make partly written files visible
+        # Fsspec would make partly written files visible
+        if "file" in protocols:
             DiskStorage(Path(self._root)).put(name, data)
             return
-        if not protocols & _OBJECT_STORES:  # on object stores, makedirs could create a misspelled bucket
+        # On object stores, makedirs could create a misspelled bucket
+        if not protocols & _OBJECT_STORES:
             self._files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
         self._files.pipe_file(path, data)
 
@@ -208,7 +213,8 @@ class Pieces:
             raise ValueError(f"pieces: run={run!r}: use only lower-case letters and digits")
         self.last: StoredCheckpoint | None = None
         self.series = ""
-        self.unreadable: set[tuple[StorageTier, StoredCheckpoint, StatePiece | None]] = set()  # None means `common.pt`
+        # None means `common.pt`
+        self.unreadable: set[tuple[StorageTier, StoredCheckpoint, StatePiece | None]] = set()
         self._keep = keep
         self._run = run
         self._preparing: threading.Thread | None = None
@@ -281,7 +287,8 @@ class Pieces:
                 if StoredCheckpoint.of(folder) is not None:
                     shelf.drop(folder)
             if isinstance(shelf, DiskStorage) and (store or tier is not StorageTier.STORE):
-                with suppress(OSError):  # other files remain
+                # Other files remain
+                with suppress(OSError):
                     shelf.root.rmdir()
 
     def held(self, tier: StorageTier) -> dict[StoredCheckpoint, list[StatePiece]]:
@@ -319,7 +326,8 @@ class Pieces:
         def attempt() -> None:
             try:
                 work()
-            except Exception as error:  # `errors` or `wait` reports this error
+            except Exception as error:
+                # `errors` or `wait` reports this error
                 self._errors.append(error)
 
         thread = threading.Thread(target=attempt, name="hydragraph-pieces", daemon=True)

@@ -90,8 +90,10 @@ class Groups:
         self._staging = Staging(world.device) if world.backend == "gloo" and world.device.type != "cpu" else None
         self.waited_s = 0.0
         self.closed = False
-        self._reductions = 0  # number of calls of `reduce_to_host`, equal on all ranks
-        self._told: tuple[Message, ...] = ()  # broadcasts that other ranks may not have received yet
+        # Number of calls of `reduce_to_host`, equal on all ranks
+        self._reductions = 0
+        # Broadcasts that other ranks may not have received yet
+        self._told: tuple[Message, ...] = ()
         self._channels: dict[Channel, dist.ProcessGroup] = {}
         # Groups by sorted ranks, or None if this rank is not a member. The least recently used group comes first. The
         # order is equal on all ranks.
@@ -99,7 +101,8 @@ class Groups:
         self._pairs: set[Pair] = set()
         if world.ranks > 1:
             began = time.perf_counter()
-            self._watch.also_abort(self.abort)  # a rank may be lost while the ranks connect
+            # A rank may be lost while the ranks connect
+            self._watch.also_abort(self.abort)
             with self._watch.guarding():
                 for channel in Channel:
                     if channel is not Channel.MOVE:
@@ -150,7 +153,8 @@ class Groups:
     def connect(self, program: RankProgram) -> None:
         """Connect this rank with its program's peers; all ranks call `connect`."""
         if self.world.backend != "nccl":
-            return  # gloo connected all ranks when the groups were created
+            # Gloo connected all ranks when the groups were created
+            return
         rank = self.world.rank
         # The first operation of a pair blocks both of its ranks. All ranks follow one global
         # order of pairs, so both ends of the first unconnected pair always wait for each other,
@@ -257,7 +261,8 @@ class Groups:
         reduced = torch.cat([tensor.flatten(), marks])
         self.all_reduce(channel, reduced, operation)
         with self._watch.waiting():
-            on_host = reduced.to("cpu", copy=True)  # this copy waits for the current stream
+            # This copy waits for the current stream
+            on_host = reduced.to("cpu", copy=True)
         self._watch.check()
         if not bool((on_host[-ranks:] == self._reductions).all()):
             with self._guard():
@@ -397,7 +402,8 @@ class Groups:
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
         if self._watch.broken:
-            drop(groups)  # gloo's destructor may wait forever
+            # gloo's destructor may wait forever
+            drop(groups)
 
     def _all(self) -> list[dist.ProcessGroup]:
         # The copies are atomic, because the watch's thread also calls `_all`.

@@ -50,7 +50,8 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-_MOST = 1024  # maximum number of processes per host; each needs about 0.3 GB
+# Maximum number of processes per host; each needs about 0.3 GB
+_MOST = 1024
 _ASK_S = 5.0
 _REACHED_S = 300.0
 _ARRIVAL_POLL_S = 0.01
@@ -129,7 +130,8 @@ def join(device: torch.device | str | None = None) -> World:
     assert group is not None
     check_moves(group)
     watch = watch_of(group, group.get_group_store, rank, ranks)
-    node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # two nodes may share a host
+    # Two nodes may share a host
+    node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
     world = World(rank, ranks, local_rank, device, "gloo", watch, node)
     # The backend is known only after all ranks have exchanged the names of their GPUs. The watch
     # already guards this exchange.
@@ -146,12 +148,14 @@ def apart(device: torch.device | str | None = None) -> World:
 
 def _of_this_rank(asked: torch.device | str | None) -> tuple[torch.device, int]:
     if str(asked) != "cpu" and torch.backends.cuda.is_built():
-        set_cuda_environment(os.environ)  # must happen before CUDA starts
+        # Must happen before CUDA starts
+        set_cuda_environment(os.environ)
     device = _device(asked)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
         gpus = torch.cuda.device_count()
-        member = here()  # a member's local rank may change, but not its GPU
+        # A member's local rank may change, but not its GPU
+        member = here()
         own = (local_rank if member is None else member.gpu) % gpus
         device = torch.device("cuda", own if device.index is None else device.index)
         torch.cuda.set_device(device)
@@ -163,7 +167,8 @@ def _device(asked: torch.device | str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(asked)
-    except RuntimeError:  # PyTorch's message lists every device type
+    except RuntimeError:
+        # PyTorch's message lists every device type
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {str(asked)!r}: use 'cpu', or 'cuda' for this rank's GPU")

@@ -70,5 +70,6 @@ def serve(prepare: Callable[[], Callable[[Any], object]]) -> None:
         try:
             pickle.dump(answer(question), output)
             output.flush()
-        except BrokenPipeError:  # the process that asked has ended
+        except BrokenPipeError:
+            # The process that asked has ended
             os._exit(1)  # without flushing again

@@ -89,7 +89,8 @@ class MovingStore:
 
     def _move(self) -> bool:
         for descriptor, _ in self._sockets & open_sockets():
-            shut_down(descriptor)  # requests to a lost store may block for minutes
+            # Requests to a lost store may block for minutes
+            shut_down(descriptor)
         self._sockets = set()
         try:
             with self._lock:

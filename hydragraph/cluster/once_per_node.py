@@ -95,7 +95,8 @@ def once_per_machine(
                 _LOG.warning(
                     "%s: the result of rank %d cannot be read (%s): computing it again", what, fellows[-1], refused
                 )
-        world.gather(None)  # all ranks have finished reading
+        # All ranks have finished reading
+        world.gather(None)
     return returned[0] if returned else make()
 
 

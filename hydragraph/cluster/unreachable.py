@@ -14,7 +14,8 @@ from hydragraph.errors import Unreachable
 
 _KEY = "hydragraph/listening"
 _MOST = 4
-TOLD_S = 10.0  # after this time, a process logs that it is waiting for the first machine
+# After this time, a process logs that it is waiting for the first machine
+TOLD_S = 10.0
 _FAILED = re.compile(r"connectFullMesh failed.*?: (?P<why>[^:]*), remote=\[(?P<address>[^\]]*)\]", re.DOTALL)
 
 

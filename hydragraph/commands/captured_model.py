@@ -62,7 +62,8 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
 
     quieten()
     data_vocabulary = None
-    with suppress(ValueError, OSError):  # the data may be missing here, because training runs on another machine
+    # The data may be missing here, because training runs on another machine
+    with suppress(ValueError, OSError):
         data_vocabulary = known_vocabulary(config)
     vocabulary, end_of_text = data_vocabulary or (config.data.vocab_size, 0)
     bare = skeleton(config.model, vocabulary, end_of_text)

@@ -100,7 +100,8 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
     """Return vocabulary size and end-of-text id, and print a note if they are guesses."""
     from hydragraph.train.data import known_vocabulary
 
-    with suppress(ValueError, OSError):  # the data may be missing here, because training runs on another machine
+    # The data may be missing here, because training runs on another machine
+    with suppress(ValueError, OSError):
         data_vocabulary = known_vocabulary(config)
         if data_vocabulary is not None:
             return data_vocabulary
@@ -159,7 +160,8 @@ def compile_quietly(
         config.home.check(config.ranks, [bucket.name for bucket in program.buckets])
         usable = []
         for text in config.strategies:
-            with suppress(ValueError):  # reported by `_compiled`
+            # Reported by `_compiled`
+            with suppress(ValueError):
                 usable.append(Strategy.read(text, program.layers))
         # All ranks count as one node, because the run's machines are unknown here.
         home = home_on(program, usable, config.home, [0] * config.ranks)

@@ -24,8 +24,10 @@ from hydragraph.private.absent_gpu import BuiltKernel
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-_KEPT = 1 << 20  # maximum number of cached variants; a variant that is evicted would be counted twice
-_TOKENS = 1024  # saved bytes are measured with 1,024 and 2,048 tokens
+# Maximum number of cached variants; a variant that is evicted would be counted twice
+_KEPT = 1 << 20
+# Saved bytes are measured with 1,024 and 2,048 tokens
+_TOKENS = 1024
 
 Tell = Callable[[str], None]
 
@@ -56,7 +58,8 @@ class VariantRecord:
     pass_seconds: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        for name in ("blocks", "indices"):  # JSON stores tuples as lists
+        # JSON stores tuples as lists
+        for name in ("blocks", "indices"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
@@ -161,7 +164,8 @@ class Compiler:
         # Create and verify the instructions of all ranks first, which is fast; then compile graphs.
         programs = lower(self._program, strategy, micro_batches, ranks=self.ranks)
         programs.verify()
-        placed = layouts(self._program, strategy, self._homes)  # raises if a weight has no owner
+        # Raises if a weight has no owner
+        placed = layouts(self._program, strategy, self._homes)
         moved = [traffic(self._program, placed, direction).total for direction in ("pull", "push")]
         variants = [variant.record.name for need in self._needs(strategy) for variant in self._variants(need)]
         record = StrategyRecord(

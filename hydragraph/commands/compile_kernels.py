@@ -29,7 +29,8 @@ from hydragraph.spec.record import from_record
 from hydragraph.spec.stage_kind import StagePart
 
 KERNELS = "kernels.json"
-FOLDER = "kernels"  # contains the cubins
+# Contains the cubins
+FOLDER = "kernels"
 
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from hydragraph.train.starter_config import InspectedPaths
 
 SUFFIXES = (".yaml", ".yml")
-_LARGEST = 100_000  # maximum bytes of a config whose name has no YAML suffix
+# Maximum bytes of a config whose name has no YAML suffix
+_LARGEST = 100_000
 _STREAMS = (Path("/dev"), Path("/dev/fd"))
 
 

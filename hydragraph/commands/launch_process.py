@@ -66,7 +66,8 @@ def running_s(pid: int) -> float:
         # the 20th after the name.
         ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # since boot
         return float(Path("/proc/uptime").read_text().split()[0]) - int(ticks) / os.sysconf("SC_CLK_TCK") + 1.0
-    except OSError:  # on systems other than Linux, ps prints [[days-]hours:]mm:ss
+    except OSError:
+        # On systems other than Linux, ps prints [[days-]hours:]mm:ss
         said = subprocess.run(["ps", "-o", "etime=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
         days, _, clock = said.strip().rpartition("-")
         # 1-02:03:04 is 1 day, 2 hours, 3 minutes and 4 seconds.
@@ -100,5 +101,6 @@ def on_ranks(
 def quieten() -> None:
     from transformers.utils import logging as transformers_logging
 
-    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)  # torch.export's own code
+    # torch.export's own code
+    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
     transformers_logging.disable_progress_bar()

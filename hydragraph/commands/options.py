@@ -131,7 +131,8 @@ def verb(function: Callable[[Options], None]) -> Callable[..., None]:
     options: type[Options] = next(iter(get_type_hints(function).values()))
     hints = get_type_hints(options)
     parameters = []
-    for cls in options.__mro__:  # the help lists the class's own options first
+    # The help lists the class's own options first
+    for cls in options.__mro__:
         for each in fields(options):
             if each.name in inspect.get_annotations(cls):
                 names = _names(each) if "names" in each.metadata else ()

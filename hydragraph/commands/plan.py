@@ -52,7 +52,8 @@ def plan_equal(options: PlanOptions) -> None:
     constants = files.profile if files.corrections is None else corrected(files.profile, files.corrections)
 
     with progress("importing the planner") as say:
-        from hydragraph.report.candidate_comparison import explain  # imports numba, scipy
+        # Imports numba, scipy
+        from hydragraph.report.candidate_comparison import explain
         from hydragraph.report.candidate_comparison_text import to_record, to_text
         from hydragraph.report.plan_picture import write_plan_picture
 

@@ -49,7 +49,8 @@ def compiled_from_both_ends(asked: PlanOptions) -> Iterator[None]:
     nowhere = subprocess.DEVNULL
     with start_module(__name__, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, bufsize=0) as helper:
         assert helper.stdin is not None
-        with suppress(BrokenPipeError):  # without a helper process, this process compiles all graphs
+        # Without a helper process, this process compiles all graphs
+        with suppress(BrokenPipeError):
             helper.stdin.write(pickle.dumps(asked))
         try:
             yield
@@ -229,7 +230,8 @@ def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
 
 
 def _end_with_command() -> None:
-    sys.stdin.buffer.read()  # wait until the command closes the pipe or is killed
+    # Wait until the command closes the pipe or is killed
+    sys.stdin.buffer.read()
     os._exit(1)
 
 

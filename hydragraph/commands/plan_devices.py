@@ -37,9 +37,12 @@ if TYPE_CHECKING:
     from hydragraph.spec.training_workload import Workload
 
 began: float | None = None
-COMPILING = 0.6  # fraction of the deadline that may be spent on compiling graphs
-EXPLAINING = 1.0  # maximum ratio of the time for explaining the plan to the planning time
-OFFERED = 4  # maximum number of rental offers that are printed
+# Fraction of the deadline that may be spent on compiling graphs
+COMPILING = 0.6
+# Maximum ratio of the time for explaining the plan to the planning time
+EXPLAINING = 1.0
+# Maximum number of rental offers that are printed
+OFFERED = 4
 
 
 @uncollected()
@@ -73,7 +76,8 @@ def plan_devices(asked: PlanOptions) -> None:
                 say("compiling the planner's search once")
             planned = _planned(asked, inputs, prices, workload, left, say)
     _show(asked, planned, workload)
-    if began is not None:  # the process ends now, so do not collect what `uncollected` left
+    # The process ends now, so do not collect what `uncollected` left
+    if began is not None:
         gc.freeze()
 
 

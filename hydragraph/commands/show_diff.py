@@ -14,7 +14,8 @@ _SETTINGS = (
     *("model", "dtype", "layers", "parameters", "fingerprint"),
     *("ranks", "backend", "device", "hydragraph", "torch", "home"),
 )
-_LONG = 4000  # maximum number of lines to compare one by one
+# Maximum number of lines to compare one by one
+_LONG = 4000
 
 
 def folder_diff(one: ShownFolder, other: ShownFolder) -> Iterator[str]:

@@ -12,7 +12,8 @@ from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.shared_programs_text import runs_text
 from hydragraph.report.number_text import bytes_text
 
-FEW = 16  # maximum number of ranks to print individually
+# Maximum number of ranks to print individually
+FEW = 16
 _HOME = ("home_weights", "optimizer_state", "home_gradients")
 _PARTS = (*_HOME, "weights", "gradients", "activations", "working", "messages")
 

@@ -27,7 +27,8 @@ _COLOURS = {
     Work.INPUT_GRADIENT: "#74b06f",
     Work.WEIGHT_GRADIENT: "#b5d99c",
 }
-_TALLEST = 40  # maximum number of rows that are drawn with full height and numbers
+# Maximum number of rows that are drawn with full height and numbers
+_TALLEST = 40
 
 
 @dataclass(frozen=True)

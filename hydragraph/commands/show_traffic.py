@@ -19,7 +19,8 @@ from hydragraph.passes.weight_layouts import layouts
 from hydragraph.report.number_text import bytes_text
 from hydragraph.spec.stage_kind import StagePart
 
-FEW = 8  # maximum number of ranks or nodes in a printed matrix
+# Maximum number of ranks or nodes in a printed matrix
+FEW = 8
 KINDS = {
     "pull": "weights from their owners to stages",
     "push": "gradients from stages to owners",

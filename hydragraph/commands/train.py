@@ -32,7 +32,8 @@ from hydragraph.spec.elastic import Elastic
 from hydragraph.train.available_devices import RanksIfEqual, own_gpus
 from hydragraph.train.config import TrainConfig
 
-_ALL_LOST = 3  # how often an elastic run may restart after losing all ranks, or a rank before the first step
+# How often an elastic run may restart after losing all ranks, or a rank before the first step
+_ALL_LOST = 3
 
 if TYPE_CHECKING:
     from hydragraph.cluster.supervision.coordinator import RunMachines
@@ -225,7 +226,8 @@ def _train(
     step = options.step
     restarts = options.max_restarts
     if nodes is not None and nodes.handed is not None:
-        begin, step = folder.again(begin, before, step)  # remedy that is printed if no rank is left
+        # Remedy that is printed if no rank is left
+        begin, step = folder.again(begin, before, step)
     elif restarts and (earlier := restarts_by_torchrun()) is not None and earlier <= restarts:
         before = first_seen(before)
         begin, step = folder.again(begin, before, step)
@@ -246,10 +248,12 @@ def _train(
             work = (config.ranks, train_rank, config, begin, step, options.trace)
             return on_ranks(*work, relay=relay, elastic=_elastic(config), nodes=restartable_nodes)
         except (ValueError, OSError, ImportError, FloatingPointError):
-            raise  # a restart would also fail, or this machine no longer leads
+            # A restart would also fail, or this machine no longer leads
+            raise
         except Exception as error:
             if stopping.signal and isinstance(error, RankFailure) and "SIGTERM" in error.error:
-                raise Interrupted(stopping.signal) from None  # the failed rank could not yet handle the signal
+                # The failed rank could not yet handle the signal
+                raise Interrupted(stopping.signal) from None
             nodes = None if nodes is None else replace(nodes, handed=None)
             left = max(restarts, lost) if isinstance(error, RankFailure) else restarts
             if left == 0 or relay is None or stopping.signal or isinstance(error, TooFewRanks):
@@ -297,7 +301,8 @@ def _electing(config: TrainConfig, nodes: RunMachines, store: str) -> RunMachine
         )
     register = register_of(store, str(Path(config.output).resolve()), nodes.number)
     address = own_address(host for host, _ in register.endpoints)
-    before = RunFolder(Path(config.output)).began  # must be read before any leader begins a run
+    # Must be read before any leader begins a run
+    before = RunFolder(Path(config.output)).began
     return replace(nodes, address=address, election=Election(register, nodes.number, before))
 
 

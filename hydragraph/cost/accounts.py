@@ -19,13 +19,16 @@ from hydragraph.ir.value import ValueKind, gradients, parse_value, weights
 class TimeKind(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
-    PULL = "pull"  # starts of pulls, and waits for them
+    # Starts of pulls, and waits for them
+    PULL = "pull"
     PUSH = "push"
     P2P = "send/receive"
-    OFFLOAD = "offload"  # starts of copies to and from the host, and waits for them
+    # Starts of copies to and from the host, and waits for them
+    OFFLOAD = "offload"
     UPDATE = "update"
     COMMIT = "commit"
-    LATE = "waiting for ranks"  # waits for ranks that have not yet sent a message or reached the commit
+    # Waits for ranks that have not yet sent a message or reached the commit
+    LATE = "waiting for ranks"
     OTHER = "between instructions"
 
 

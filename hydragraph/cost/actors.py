@@ -69,7 +69,8 @@ class ActorProgram:
         sent: dict[StageMessage, int] = {}
         messages = {}
         latest = -1
-        copied: list[int] = []  # copies to the host that must be complete before the next computation
+        # Copies to the host that must be complete before the next computation
+        copied: list[int] = []
         for i, instruction in enumerate(instructions):
             if instruction.op is Op.FREE:
                 copied += [maker[value] for value in instruction.after if value.kind is ValueKind.COPYING]
@@ -78,7 +79,8 @@ class ActorProgram:
             windowed = instruction.op in (Op.PULL, Op.PUSH)
             after = [value for value in instruction.after if not windowed or value in instruction.reads]
             waited = {maker.get(value, i) for value in after}
-            if instruction.op is Op.FETCH:  # a fetch may use memory that earlier computations freed
+            # A fetch may use memory that earlier computations freed
+            if instruction.op is Op.FETCH:
                 waited.update([latest] if latest >= 0 else [])
             if instruction.stream is Stream.COMPUTE:
                 waited.update(copied)

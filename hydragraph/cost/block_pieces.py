@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from hydragraph.cost.curves import Constants as Constants
 
-Scheme = tuple[int, int]  # tp and pp of a pipeline that has pp stages with tp devices each
+# Tp and pp of a pipeline that has pp stages with tp devices each
+Scheme = tuple[int, int]
 
 # Values computed once per stage and micro-batch, such as rotary tables.
 AUX = "aux"
 # Bytes per element of the fp32 weight, the gradient and AdamW's two moments.
 HOME_BYTES = 16
-GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
+# Gradients are accumulated and pushed in fp32
+GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,12 @@ from hydragraph.spec.health import Health
 
 LEAST = 5
 WINDOW = 64
-BOUND = 4.0  # maximum factor, because larger errors have other causes
-BEHIND = 1.1  # minimum slowdown of a straggler
-CERTAIN = 4.0  # by how many standard errors a straggler's median must exceed the base
+# Maximum factor, because larger errors have other causes
+BOUND = 4.0
+# Minimum slowdown of a straggler
+BEHIND = 1.1
+# By how many standard errors a straggler's median must exceed the base
+CERTAIN = 4.0
 COMPUTING = (TimeKind.FORWARD, TimeKind.BACKWARD)
 CORRECTED = tuple(kind for kind in CAUSES if kind is not TimeKind.OTHER)
 

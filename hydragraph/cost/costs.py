@@ -46,9 +46,12 @@ if TYPE_CHECKING:
     from hydragraph.cost.rank_memory import Blocks
 
 FILLED = 2
-SHORTEST = 256  # minimum number of tokens in a useful micro-batch
-KEPT = 16  # maximum cached simulations
-IN_FLIGHT = 2  # how many buckets of the largest size are assumed to be in flight
+# Minimum number of tokens in a useful micro-batch
+SHORTEST = 256
+# Maximum cached simulations
+KEPT = 16
+# How many buckets of the largest size are assumed to be in flight
+IN_FLIGHT = 2
 
 
 class Costs(Pricing):

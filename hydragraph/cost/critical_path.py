@@ -26,7 +26,8 @@ _KINDS = {
     Op.COMMIT: "agreeing",
     Op.UPDATE: "updating",
 }
-SHOWN = 12  # maximum printed steps
+# Maximum printed steps
+SHOWN = 12
 
 
 @dataclass(frozen=True)

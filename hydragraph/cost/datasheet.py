@@ -62,9 +62,11 @@ class Roofline:
     launch_s: float = 4e-6
 
 
-Product = tuple[float, int, int]  # for a weight [n, k]: uses per token, n, and k
+# For a weight [n, k]: uses per token, n, and k
+Product = tuple[float, int, int]
 ROOFLINE = Roofline()
-UNIFORM = Roofline(1.0, 0.0, math.inf, 0.0)  # all operations reach the same fraction of the peak
+# All operations reach the same fraction of the peak
+UNIFORM = Roofline(1.0, 0.0, math.inf, 0.0)
 KERNELS = 2  # number of kernels per product: one for the product, and one for fused element-wise operators
 # AdamW reads four fp32 numbers per element and writes three.
 UPDATE_BYTES = 28
@@ -159,7 +161,8 @@ def _held(block: Block, kind: StageKind, compiled: VariantOf | None) -> MemoryLi
     part = StagePart(kind)
     try:
         return held_by(compiled(block, part), part)
-    except Unsupported:  # lowering reports that the degree does not divide the block
+    except Unsupported:
+        # Lowering reports that the degree does not divide the block
         return None
 
 

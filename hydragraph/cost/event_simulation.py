@@ -251,7 +251,8 @@ class EventSimulation:
 
     def _begin(self, own: _Progress, i: int, ready: float, cause: tuple[int, int], seconds: float, used: Used) -> None:
         times = own.times
-        if i in own.summed:  # time between the halves of a push counts as transfer
+        # Time between the halves of a push counts as transfer
+        if i in own.summed:
             times.alone[i] += ready - own.summed[i] + seconds
         else:
             times.begin[i] = ready
@@ -270,7 +271,8 @@ class EventSimulation:
         if meeting.passage.whole:
             count = len(self._actors)
             if len(meeting.entered) == count:
-                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # among equally late actors, the first
+                # Among equally late actors, the first
+                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])
                 self._begin_together(meeting, range(count), [last] * count)
             return
         later = row & (meeting.latest < ready)

@@ -22,7 +22,8 @@ def elements_sent(
         stages: ranks of each stage that uses the bucket, in tensor-parallel order.
         splits_tokens: whether each rank of a stage computes gradients for only a part of the tokens.
     """
-    from hydragraph.ir.link_volume import copied, reduced  # numba is imported only to price traffic
+    # Numba is imported only to price traffic
+    from hydragraph.ir.link_volume import copied, reduced
 
     sums = GradientKind.PARTIAL if splits_tokens else GradientKind.REPLICA
     users = propagation(bucket, stages, {parameter.name: sums for parameter in bucket.parameters})

@@ -27,7 +27,8 @@ from hydragraph.private.graph_values import TensorForm
 from hydragraph.private.tracing import hint_of, symbol_name
 from hydragraph.spec.stage_kind import StagePart
 
-Terms = tuple[float, int, int]  # (c, t, b): c * `TracedSizes.factor`^t * `TracedSizes.bounds`^b bytes
+# (c, t, b): c * `TracedSizes.factor`^t * `TracedSizes.bounds`^b bytes
+Terms = tuple[float, int, int]
 
 
 def halves_footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> HalvesFootprint:

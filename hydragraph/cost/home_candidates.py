@@ -22,8 +22,10 @@ Parts = NDArray[np.float64]
 Stages = tuple[tuple[int, ...], ...]
 
 FEW = 4
-MOST = 8  # maximum number of stages, and of second nodes, to try
-PLACES = 9  # number of decimal places that are compared
+# Maximum number of stages, and of second nodes, to try
+MOST = 8
+# Number of decimal places that are compared
+PLACES = 9
 
 
 def candidates(

@@ -221,7 +221,8 @@ class _Choice:
         return any(stage.sequence_parallel for stage in stages)
 
     def _exchanges(self, bucket: Bucket, owners: Layout, stages: Stages, splits: bool) -> list[Transfers]:
-        from hydragraph.ir.link_volume import handed_on  # numba is imported only if there is a choice
+        # Numba is imported only if there is a choice
+        from hydragraph.ir.link_volume import handed_on
 
         sent = [(elements_sent(Op.PULL, bucket, owners, stages, splits, self.ranks), self._question.itemsize)]
         if bucket.learns:

@@ -20,7 +20,8 @@ import numpy as np
 from hydragraph.cost.home_candidates import Parts
 
 EXACT = 1e-9
-FULL = 1 - 1e-6  # margin for rounding errors of the solver and of shard boundaries
+# Margin for rounding errors of the solver and of shard boundaries
+FULL = 1 - 1e-6
 
 
 def within(
@@ -37,7 +38,8 @@ def within(
         sizes: elements of one bucket in each class, over all copies.
         room: M [ranks].
     """
-    from scipy.optimize import linprog  # this import is needed only if the best owners do not fit
+    # This import is needed only if the best owners do not fit
+    from scipy.optimize import linprog
 
     flat = [(k, parts, cost) for k, row in enumerate(choices) for parts, cost in zip(row, seconds[k], strict=True)]
     cost = np.array([counts[k] * candidate_s for k, _, candidate_s in flat])

@@ -234,7 +234,8 @@ class Pricing:
         before: tuple[Counter[float], Counter[float]] = (Counter(), Counter())
         hidden = 0.0
         for piece in blocks:
-            before[0].update(piece.before_sums[: int(piece.reduced[0])])  # benchmarks price fractions of a sum
+            # Benchmarks price fractions of a sum
+            before[0].update(piece.before_sums[: int(piece.reduced[0])])
         for piece in learning:
             backward_s = piece.before_sums[int(piece.reduced[0]) :]
             before[1].update(backward_s)
@@ -280,7 +281,8 @@ def micro_batches_of(strategy: Strategy, assignment: Assignment) -> list[list[Mi
         parts = math.lcm(*(s.tp for s in pipeline.stages if s.kind.sequence_parallel), 1)
         packed = []
         for lengths in batches:
-            padding = -sum(lengths) % parts  # a separate sequence
+            # A separate sequence
+            padding = -sum(lengths) % parts
             packed.append(MicroBatch(sum(lengths) + padding, len(lengths) + bool(padding)))
         by_pipeline.append(packed)
     return by_pipeline

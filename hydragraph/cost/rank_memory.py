@@ -355,7 +355,8 @@ class MemoryWalk:
         part = self._hidden_bytes(m) // self._part.tp if leaves else 0
         # Only the first backward of a bucket allocates its gradient sum; later ones add to it.
         sums = [v for v in instruction.writes if v.kind is ValueKind.GRADIENTS and v not in self._alive]
-        if self._model.adds(instruction.target, self._part):  # gradient sums exist during the computation
+        # Gradient sums exist during the computation
+        if self._model.adds(instruction.target, self._part):
             self._begin_sums(sums)
         work = instruction.work
         if work is Work.BACKWARD:

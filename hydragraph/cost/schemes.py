@@ -82,7 +82,8 @@ def schemes_of(
         home: as in `Costs`; ignored for published constants.
     """
     if profile.blocks and profile.device is not None:
-        from hydragraph.cost.costs import Costs  # PyTorch is not needed for published constants
+        # PyTorch is not needed for published constants
+        from hydragraph.cost.costs import Costs
 
         return CostedSchemes(Costs(profile, profile.cluster(ranks), home=home), schemes)
     return profile if schemes is None else profile.only(schemes)

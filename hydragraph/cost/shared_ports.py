@@ -14,7 +14,8 @@ from dataclasses import dataclass
 # Tolerates rounding.
 FULL = 1 + 1e-9
 
-Used = tuple[tuple[int, float], ...]  # a resource, and the fraction of the time in which it is used
+# A resource, and the fraction of the time in which it is used
+Used = tuple[tuple[int, float], ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -27,12 +28,14 @@ class Flow:
     used: Used
     rate: float = 0.0
     since: float = 0.0
-    version: int = 0  # how often the rate has changed; each change makes the computed end invalid
+    # How often the rate has changed; each change makes the computed end invalid
+    version: int = 0
 
 
 class Flows:
     def __init__(self) -> None:
-        self._events: list[tuple[float, int, int, Flow]] = []  # (time, turn, version, flow); version 0: the flow begins
+        # (time, turn, version, flow); version 0: the flow begins
+        self._events: list[tuple[float, int, int, Flow]] = []
         self._turn = 0
         self._load: dict[int, float] = {}
         self._users: dict[int, set[Flow]] = {}

@@ -103,7 +103,8 @@ class RankLinks:
 
     @cached_property
     def _links(self) -> LinkTable:
-        from hydragraph.cost.message_rounds import LinkTable  # numba is imported only for exchanges
+        # Numba is imported only for exchanges
+        from hydragraph.cost.message_rounds import LinkTable
 
         links = [
             self._link(a, b, across) for a in range(self._kinds) for b in range(self._kinds) for across in (False, True)
@@ -162,7 +163,8 @@ class RankLinks:
         groups = self._groups
         ranks = len(self._node)
         used: list[list[tuple[int, float]]] = [[] for _ in range(groups)]
-        for base, at in ((0, src), (groups, dst)):  # among the ports of a group, only the busiest counts
+        # Among the ports of a group, only the busiest counts
+        for base, at in ((0, src), (groups, dst)):
             busiest = np.zeros(groups)
             np.maximum.at(busiest, self._group, np.bincount(at, moving, ranks))
             for g in np.flatnonzero(busiest):

@@ -12,7 +12,8 @@ from hydragraph.ir.layout import GradientKind, Ints, Layout, propagation
 from hydragraph.ir.link import Slices, copy, hand_on, is_all_gather, reduce, stays, sums_stay
 from hydragraph.ir.parameter import Bucket
 
-WEIGHT_BYTES = 4  # home weights are fp32
+# Home weights are fp32
+WEIGHT_BYTES = 4
 
 HomeOf = Callable[[Bucket], Layout]
 
@@ -64,7 +65,8 @@ class BucketTraffic:
         as_it_is = itemsize == WEIGHT_BYTES and _in_order(sends.src_at, sends.hi - sends.lo, shard)
         staged = not _in_order(receives.dst_at, receives.hi - receives.lo, users.local_size(rank))
         if not staged and self._weights_stay:
-            return MessageBytes(0, incoming)  # the home shard, concatenated or cast, provides the weights
+            # The home shard, concatenated or cast, provides the weights
+            return MessageBytes(0, incoming)
         copied = (0 if as_it_is else sends.elements) + (receives.elements if staged else 0)
         return MessageBytes(copied * itemsize, incoming)
 

@@ -51,4 +51,5 @@ def _unpacking(path: Path, kind: str) -> Any:
         import pyarrow
     except ImportError as error:
         raise ImportError(f"{path}: reading .zst needs pyarrow: pip install 'hydragraph[train]'") from error
-    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))  # for reading lines
+    # For reading lines
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))

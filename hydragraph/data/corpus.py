@@ -135,7 +135,8 @@ _LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl")
 _LOOKED_AT = 4096
 
 
-_BINARY = re.compile("[\x00-\x07\x0e-\x1a]")  # control characters that text files do not contain
+# Control characters that text files do not contain
+_BINARY = re.compile("[\x00-\x07\x0e-\x1a]")
 
 
 def _is_text(start: bytes) -> bool:
@@ -320,7 +321,8 @@ def _read(path: Path, fields: FieldNames, report: CorpusReport) -> Iterator[_Fou
 def _read_text(path: Path, report: CorpusReport) -> Iterator[_Found]:
     text: str | None = None
     with suppress(UnicodeDecodeError), opened(path) as file:
-        text = file.read().decode("utf-8-sig")  # reading in text mode would change line ends
+        # Reading in text mode would change line ends
+        text = file.read().decode("utf-8-sig")
     if text is None or _BINARY.search(text):
         report.undecodable.append(str(path))
     else:
@@ -340,7 +342,8 @@ def _read_jsonl(
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 record = _parse(text, fields, place)
-                if "\\ud" in text or "\\uD" in text:  # a lone \ud800 escape is legal JSON, but not Unicode text
+                # A lone \ud800 escape is legal JSON, but not Unicode text
+                if "\\ud" in text or "\\uD" in text:
                     json.dumps(record, ensure_ascii=False).encode()
             except UnicodeError:
                 report.undecodable.append(place)

@@ -30,7 +30,8 @@ _OUTPUTS = ("output", "response")
 PAIRS = (("question", "answer"), ("prompt", "response"), ("query", "response"), ("input", "output"))
 PROMPTS = ("question", "query", "input")
 _TEMPLATE_ARGUMENTS = "chat_template_kwargs"
-_CONVERSATIONS = "conversations"  # field of LLaMA-Factory's files with the messages before a pair of answers
+# Field of LLaMA-Factory's files with the messages before a pair of answers
+_CONVERSATIONS = "conversations"
 _IDS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
 ASSISTANT = "assistant"
 _NO_LABEL = -100
@@ -242,7 +243,8 @@ class FieldNames:
 
     def _answer(self, record: Mapping[str, Any], name: str, place: str) -> str | Messages:
         value = record.get(name)
-        if isinstance(value, Mapping):  # a single message
+        # A single message
+        if isinstance(value, Mapping):
             value = [value]
         if not value or (isinstance(value, str) and not value.strip()):
             raise ValueError(f"{place}: there is no {name} answer ({name!r} is {value!r}): remove the pair")

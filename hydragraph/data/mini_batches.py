@@ -16,8 +16,10 @@ from hydragraph.data.token_file import TokenFile
 
 Split = Literal["train", "heldout"]
 _Indices = npt.NDArray[np.int64]
-IGNORED = -100  # ignore_index of PyTorch
-_SPLIT_KEY = (0, 0)  # key for `_shuffle`, which does not depend on the run's seed
+# ignore_index of PyTorch
+IGNORED = -100
+# Key for `_shuffle`, which does not depend on the run's seed
+_SPLIT_KEY = (0, 0)
 _EPOCH_STREAM = 1
 _CONFIG_FIELDS = {
     "file": "data",

@@ -13,7 +13,8 @@ from hydragraph.data.json_object import read_object
 _KINDS = {".parquet": "Parquet", ".arrow": "Arrow", ".csv": "CSV", ".tsv": "TSV"}
 SUFFIXES = tuple(_KINDS)
 _ROWS = 4096
-_CSV_BYTES = 1 << 24  # maximum number of bytes in memory at a time, and maximum size of a row
+# Maximum number of bytes in memory at a time, and maximum size of a row
+_CSV_BYTES = 1 << 24
 _REMEDY = "save the dataset again"
 
 Row = Mapping[str, Any]

@@ -267,7 +267,8 @@ class _Written:
     def _before(self, i: int) -> str:
         try:
             return self._text(self._messages[:i], prompt=True)
-        except ValueError:  # many templates fail without messages[0]
+        except ValueError:
+            # Many templates fail without messages[0]
             if i or (content := self._region(self._messages, 0)) is None:
                 raise
             return self.text[: content[0]]

@@ -140,7 +140,8 @@ class TokenFile:
         #   before the piece's second token, and before its end
         first = self._offsets[documents] + starts
         before = np.zeros((2, len(first)), np.int64)
-        for at in range(0, len(self._tokens), _READ_BYTES):  # the file may be larger than memory
+        # The file may be larger than memory
+        for at in range(0, len(self._tokens), _READ_BYTES):
             target_positions = np.flatnonzero(self._tokens[at : at + _READ_BYTES] <= self._ids) + at
             before[0] += np.searchsorted(target_positions, first + 1)
             before[1] += np.searchsorted(target_positions, first + lengths)

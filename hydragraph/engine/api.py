@@ -258,7 +258,8 @@ def _for_gpus(program: Program, world: World) -> Program:
 def _backend(asked: str | None, device: torch.device, deterministic: bool) -> str:
     backend = choose_backend(asked, device)
     if deterministic:
-        Deterministic.begin(device, backend)  # before cuBLAS starts
+        # Before cuBLAS starts
+        Deterministic.begin(device, backend)
     return backend
 
 
@@ -311,7 +312,8 @@ def _given(
         _on_all(world, partial(_check_program, program, folder, source))
         return program, None, None
     assert folder is not None, "compile has a program or a folder"
-    ranks = None if apart_now or here() is not None else world.ranks  # an elastic run may change its number of ranks
+    # An elastic run may change its number of ranks
+    ranks = None if apart_now or here() is not None else world.ranks
     library = _on_all(world, partial(source.loaded, folder, ranks, trust))
     if not library.checked(mode_of(source.check)):
         check_on_hosts(source.subject(library.program), source.check, world)

@@ -183,7 +183,8 @@ def _check_models(subject: PlanningSubject, found: DiscoveredCluster, groups: Gr
 def planning_rank(reports: Sequence[DeviceReport]) -> int:
     """Return the rank that plans: rank 0, or the fastest if rank 0 has a slow CPU."""
     if not all(report.threads for report in reports):
-        return 0  # a GPU's speed says little about the machine's CPU
+        # A GPU's speed says little about the machine's CPU
+        return 0
     speeds = [report.flops_per_s / report.threads for report in reports]
     fastest = max(range(len(speeds)), key=speeds.__getitem__)
     return fastest if speeds[0] < SLOW * speeds[fastest] else 0

@@ -127,7 +127,8 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
         "hydragraph.engine.background_compile",
         str(folder),
         environment={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-        paths=sys.path,  # the process must be able to import the model's code
+        # The process must be able to import the model's code
+        paths=sys.path,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
     )
@@ -145,7 +146,8 @@ def made(variants: Variants, check: StageCheck | None, strategies: Sequence[Stra
 
 
 def end_with_stdin() -> None:
-    os.read(0, 1)  # reading `sys.stdin` in a thread would make the interpreter exit with an error
+    # Reading `sys.stdin` in a thread would make the interpreter exit with an error
+    os.read(0, 1)
     os._exit(1)
 
 
@@ -154,7 +156,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    from hydragraph.engine import background_compile  # pickled classes must not belong to __main__
+    # Pickled classes must not belong to __main__
+    from hydragraph.engine import background_compile
 
     os.nice(10)
     torch.set_num_threads(1)

@@ -95,7 +95,8 @@ def candidates_of(
             plan = planned_for(program, profile, batches, home, streaming=streaming)
             candidates = tuple(strategy for strategy in plan.strategies if runs(program, strategy, ranks))
             if not candidates:
-                check_strategy(program, plan.strategies[0], ranks)  # raises the reason
+                # Raises the reason
+                check_strategy(program, plan.strategies[0], ranks)
         else:
             candidates = proposed(program, ranks, profile, batches, home)
     elif isinstance(several, Sequence) and several and all(isinstance(s, Strategy | str) for s in several):
@@ -140,7 +141,8 @@ def _question(
     if isinstance(costs, Profile):
         measured = costs.blocks and costs.device is not None and len(set(nodes)) == 1
         costs = Costs(costs, costs.cluster(len(nodes))) if measured else None
-    if home.copies > 1 and len(set(nodes)) > 1:  # if there is only one host, each rank counts as a node
+    # if there is only one host, each rank counts as a node
+    if home.copies > 1 and len(set(nodes)) > 1:
         home = replace(home, nodes=home.nodes or tuple(nodes))
     if costs is None:
         return _unmeasured(program, strategies, home, nodes)

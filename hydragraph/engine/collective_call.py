@@ -40,7 +40,8 @@ class CollectiveCalls:
         self._innermost = ""
         self._closed = False
         self._restricted: Restriction | None = None
-        self._promised: AgreedStep | None = None  # next step, if the ranks have agreed on it
+        # Next step, if the ranks have agreed on it
+        self._promised: AgreedStep | None = None
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:

@@ -232,7 +232,8 @@ def tensor_names(model: nn.Module) -> dict[str, str]:
     first = {id(p): n for n, p in model.named_parameters()}
     names = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     names |= {name: name for name, _ in model.named_buffers(remove_duplicate=False)}
-    return {key: names[key] for key in model.state_dict() if key in names}  # without extra state
+    # Without extra state
+    return {key: names[key] for key in model.state_dict() if key in names}
 
 
 def hash_of(tensors: Mapping[str, Tensor]) -> str:

@@ -55,7 +55,8 @@ def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discov
     reports = report_devices(groups, probe)
     types = types_of(reports)
     links = measure_links(groups, [report.node for report in reports])
-    links = groups.gather(links)[0]  # rounding may differ between ranks
+    # Rounding may differ between ranks
+    links = groups.gather(links)[0]
     return DiscoveredCluster(reports, types, links, cluster_of(reports, types, links))
 
 
@@ -84,7 +85,8 @@ def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: Mea
     for host, node in enumerate(hosts):
         local = Interconnect(min(report.memory_bytes_per_s for report in reports if report.node == node), 0.0)
         inner.append(links.inner[host] or local)
-        outer.append(links.outer[host] or inner[-1])  # a single host has no network
+        # A single host has no network
+        outer.append(links.outer[host] or inner[-1])
     inner = equalized(inner)
     outer = equalized(outer)
     numbers = [device.node for device in devices]

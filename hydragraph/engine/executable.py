@@ -232,7 +232,8 @@ class Executable(Membership):
         self, sequences: Batches, entropy: Literal[True], strategy: Strategy | str | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
-    @collective("score")  # the decorated method accepts `self` only by position
+    # The decorated method accepts `self` only by position
+    @collective("score")
     def score(
         self, sequences: Batches, entropy: bool = False, strategy: Strategy | str | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -304,7 +305,8 @@ class Executable(Membership):
         weights = PublishedWeights(self._compiled, self._session, dtype)
         self._transition.begin()
         pieces = self._weights(weights, to)
-        next(pieces)  # `finally` runs only if the generator has begun
+        # `finally` runs only if the generator has begun
+        next(pieces)
         if self.rank not in to:
             return iter(list(pieces))
         # Other calls are refused until the loop ends, because buckets are gathered while it runs.

@@ -33,10 +33,12 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
-PROBED_EVERY = 4  # steps between measurements of a device's speed
+# Steps between measurements of a device's speed
+PROBED_EVERY = 4
 RECENT = 4
 
-_Running = tuple[Strategy, tuple[int, ...], Purpose]  # integers: micro-batch counts
+# Integers: micro-batch counts
+_Running = tuple[Strategy, tuple[int, ...], Purpose]
 
 
 class IterationRunner(CollectiveCalls):
@@ -124,7 +126,8 @@ class IterationRunner(CollectiveCalls):
         # _promised: the call that the last commit agreed on, made now; coming:
         #   a promise for the next call
         coming: AgreedStep | None = None
-        if trains:  # a rejected step discards the promise
+        # A rejected step discards the promise
+        if trains:
             coming, self._next = self._next, None
         with self._watch.step(self._communications, self._describe):
             promised = self._promised is not None
@@ -276,7 +279,8 @@ class IterationRunner(CollectiveCalls):
 
     def _assign(self, batch: MiniBatch, strategy: Strategy | None, purpose: Purpose) -> AssignedBatch:
         chosen = self._chooser.choose(batch.lengths, strategy)
-        self.strategies = self._chooser.strategies  # `choose_from` may have changed the strategies
+        # `choose_from` may have changed the strategies
+        self.strategies = self._chooser.strategies
         world, update = self._session.world, self.steps + 1
         return self._compiled.packed(batch, *chosen, world, purpose, update)
 

@@ -19,7 +19,8 @@ from hydragraph.engine.session import Session
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.state_movement import OwnedState, Route, StateTransfer, agreed_columns
 
-CHUNK = 16 << 20  # bytes packed at a time; few, because instructions wait meanwhile
+# Bytes packed at a time; few, because instructions wait meanwhile
+CHUNK = 16 << 20
 
 _GRADIENT = "gradient"
 _WHAT = "rehome"

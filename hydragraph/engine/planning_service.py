@@ -30,11 +30,14 @@ class PlanService:
         self._request = request
         self._ahead = ahead
         self._jobs: queue.Queue[Lengths | None] = queue.Queue()
-        self._plans: dict[Lengths, PlanAnswer | None] = {}  # None means that the plan is not ready
+        # None means that the plan is not ready
+        self._plans: dict[Lengths, PlanAnswer | None] = {}
         self._changed = threading.Condition()
         self._workers: list[Worker | None] = [None] * workers
-        self._number = 0  # the request's version
-        self._told = [-1] * workers  # version of the request that each process has, or -1
+        # The request's version
+        self._number = 0
+        # Version of the request that each process has, or -1
+        self._told = [-1] * workers
         self._closed = False
         self.answered = False
         self._threads = [
@@ -92,7 +95,8 @@ class PlanService:
             with self._changed:
                 number = self._number
                 planned = lengths not in self._plans or self._plans[lengths] is not None
-            if planned:  # a mini-batch may be queued twice
+            # A mini-batch may be queued twice
+            if planned:
                 continue
             plan = self._answered(index, lengths)
             with self._changed:
@@ -111,7 +115,8 @@ class PlanService:
                     break
                 _LOG.info("planning process %d died; another process plans its mini-batch", index)
                 self._end(index)
-            except Exception as raised:  # keep this thread alive
+            except Exception as raised:
+                # Keep this thread alive
                 return PlanAnswer(None, raised, 0.0)
         died = Unsupported(
             f"{ATTEMPTS} planning processes died while they planned one mini-batch",

@@ -11,7 +11,8 @@ Question = tuple[PlanRequest | None, tuple[int, ...]]
 
 
 def prepare() -> Callable[[Question], PlanAnswer]:
-    get_ready()  # loads lazy modules
+    # Loads lazy modules
+    get_ready()
     current: PlanRequest | None = None
 
     def plan(question: Question) -> PlanAnswer:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from hydragraph.spec.strategy import Strategy
 
-LOSS_TOLERANCE = 1e-5  # allowed error of the loss, relative to the loss
+# Allowed error of the loss, relative to the loss
+LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-5  # allowed error of a gradient, relative to the gradient's norm
 # Additional error, relative to the norm of all gradients, because some exact gradients (of key biases) are 0.
 GLOBAL_TOLERANCE = 1e-7
@@ -127,7 +128,8 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
     Raises:
         ValueError: strategy and reference have gradients of different parameters, not counting the strategy's zeros.
     """
-    silent = {name for name, gradient in gradients.items() if not gradient.any()}  # experts without tokens
+    # Experts without tokens
+    silent = {name for name, gradient in gradients.items() if not gradient.any()}
     different = sorted((expected.gradients.keys() ^ gradients.keys()) - silent)
     if different:
         raise ValueError(f"strategy {strategy} and the reference have gradients of different parameters: {different}")

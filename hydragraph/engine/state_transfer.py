@@ -102,7 +102,8 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
         save_and_load.BUFFERS: dict(buffers),
         save_and_load.MODEL: (save_and_load.shapes_of(session.home), kind_of(session.optimizer)),
     }
-    entry = partial(encoded, "extra", deepcopy(common))  # these are copies, because training changes the originals
+    # These are copies, because training changes the originals
+    entry = partial(encoded, "extra", deepcopy(common))
     busy_anywhere = frozenset[StorageTier]().union(*busy)
     pieces.put(
         StoredCheckpoint(step, series),
@@ -214,7 +215,8 @@ def read(session: Session, restore: Restore, buffers: Mapping[str, Tensor]) -> L
         kind = kind_of(session.optimizer)
         recovery = Recovery(pieces, session.program.buckets, session.home, groups, CHUNK, least, buffers, kind)
         recovered = recovery.run()
-        pieces.last = None  # checkpoints written later do not continue the series of these pieces
+        # Checkpoints written later do not continue the series of these pieces
+        pieces.last = None
         if recovered is not None:
             return _taken(session, recovered)
     assert path is not None, "a recovery returns None only if a path is given"
@@ -226,7 +228,8 @@ def read(session: Session, restore: Restore, buffers: Mapping[str, Tensor]) -> L
 def _steps_of(path: Path) -> int:
     try:
         return int(save_and_load.read_extra(path)["steps"])
-    except Exception:  # torch raises many kinds of errors for damaged files
+    except Exception:
+        # Torch raises many kinds of errors for damaged files
         return -1
 
 

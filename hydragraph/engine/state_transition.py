@@ -34,7 +34,8 @@ class StateTransition:
         self._arriving: Session | None = None
         self._whole = False
         self._ahead = 0
-        self._called: tuple[int, ...] = ()  # rank numbers that this process has had since the last switch
+        # Rank numbers that this process has had since the last switch
+        self._called: tuple[int, ...] = ()
 
     @property
     def session(self) -> Session:

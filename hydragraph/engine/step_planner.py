@@ -68,14 +68,16 @@ class IterationPlanner:
                 self._latest = key, plan
             return plan
         if self._service is not None:
-            self._service.take(key, 0.0)  # free this mini-batch's place in the queue
+            # Free this mini-batch's place in the queue
+            self._service.take(key, 0.0)
         return replace(self._latest[1], hidden_s=0.0)
 
     def _anew(self, key: tuple[int, ...], began: float) -> IterationPlan:
         # If there is a static candidate, planning processes plan only for this candidate.
         if not self._static_takes(key):
             if self._service is not None:
-                self._service.take(key, 0.0)  # discard a plan that was requested before `change`
+                # Discard a plan that was requested before `change`
+                self._service.take(key, 0.0)
             return self._planned(answer(self._request, key), began, None)
         # Without processes, or if their queue is full, this process plans while the step waits.
         if self._service is None or not self._service.submit(key):

@@ -57,8 +57,10 @@ class StrategySelector:
         self._readying = readying
         self._measured = planning.profile is not None
         self._plans = self._measured or len(strategies) > 1
-        self._planner: IterationPlanner | None = None  # on rank 0
-        self._change: _Change | None = None  # on rank 0
+        # On rank 0
+        self._planner: IterationPlanner | None = None
+        # On rank 0
+        self._change: _Change | None = None
         self._coming: tuple[Strategy, ...] = ()
         self._making: BackgroundCompile | None = None
         self._ready = False

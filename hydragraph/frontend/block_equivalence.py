@@ -21,7 +21,8 @@ from hydragraph.frontend.untraceable import refuse_own_backward, watched
 from hydragraph.private.argument_trees import TorchDispatchMode, tree_flatten, tree_unflatten
 from hydragraph.private.tracing import meta_as_cpu, symbol_name
 
-_LARGEST = 1 << 20  # maximum number of elements; larger constant tensors are not compared
+# Maximum number of elements; larger constant tensors are not compared
+_LARGEST = 1 << 20
 
 
 def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
@@ -69,7 +70,8 @@ def refuse_state_around(
         replaced: list[str] = []
         try:
             with meta_as_cpu(), context:
-                module(batch)  # a first call may create state
+                # A first call may create state
+                module(batch)
                 before = _tensors_of(module)
                 for _ in range(2):
                     noted = _Notes(module, list(batch.values()))
@@ -111,7 +113,8 @@ def refuse_state_between(module: nn.Module, blocks: Sequence[nn.Module], batch: 
 
     try:
         with meta_as_cpu(), ExitStack() as replaced:
-            module(batch)  # a first call may create state
+            # A first call may create state
+            module(batch)
             for number, block in enumerate(blocks):
                 forward = {"forward": noting(number, block, block.forward)}
                 replaced.enter_context(mock.patch.dict(vars(block), forward))
@@ -187,9 +190,11 @@ class _Notes(TorchDispatchMode):
         super().__init__()
         self._detaches = detaches
         self.lines: list[str] = []
-        self.unknown = False  # whether some tensor has an unknown origin and values that cannot be compared
+        # Whether some tensor has an unknown origin and values that cannot be compared
+        self.unknown = False
         self._names: dict[int, str] = {}
-        self._kept: list[Tensor] = []  # references prevent the reuse of ids
+        # References prevent the reuse of ids
+        self._kept: list[Tensor] = []
         self._numbered = 0
         # _names: id of a tensor -> its parameter's or buffer's name, "input 0", or "%1" for a
         # result.
@@ -202,7 +207,8 @@ class _Notes(TorchDispatchMode):
             self.lines.append(f"input {i} {list(tensor.shape)} {tensor.dtype}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = f"{self.text(args)} {self.text(kwargs or {})}"  # before `func`, which may overwrite operands
+        # Before `func`, which may overwrite operands
+        operands = f"{self.text(args)} {self.text(kwargs or {})}"
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.detach.default and not self._detaches:
             self._names[id(result)] = self.text(args[0])

@@ -211,7 +211,8 @@ class _Rewriting:
         # PyTorch puts the selected rows at the first indexed dimension.
         order = [*range(1, position + 1), 0, *range(position + 1, len(rest) + 1)]
         result = self._permuted(place, result, order)
-        if result is x:  # do not mark `x` itself as selected rows
+        # Do not mark `x` itself as selected rows
+        if result is x:
             result = self._call(place, aten.permute.default, x, list(range(len(order))))
         return result
 

@@ -26,7 +26,8 @@ from hydragraph.passes.graph_node import ATTENDING, DRAWN, attention_dropout, dr
 
 aten = torch.ops.aten
 
-_CALL = 11  # position of the argument of `attention_dropout` that contains the call number
+# Position of the argument of `attention_dropout` that contains the call number
+_CALL = 11
 INPUTS = {name: name for name in (DROPOUT_KEYS, DROPOUT_BLOCK)}
 
 

@@ -214,7 +214,8 @@ def _refuse_operators(graph: fx.GraphModule, where: str) -> None:
             )
             remedy = "use torch.where instead of torch.cond, and einsum or broadcasting instead of torch.vmap"
             raise Unsupported(what, where=where, remedy=remedy)
-        attends = "scaled_dot_product" in str(node.target)  # `refuse_mixing` rejects it
+        # `refuse_mixing` rejects it
+        attends = "scaled_dot_product" in str(node.target)
         if not attends and has_tag(node.target, torch.Tag.nondeterministic_seeded):
             what = f"{node.target} draws random numbers, which would differ between ranks"
             remedy = "use torch.nn.functional.dropout, or disable randomness with model.eval() or model.dropout: false"

@@ -27,7 +27,8 @@ ATTENTION = "hydragraph"
 _IGNORED = frozenset({"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"})
 # Settings of a config that add terms to the model's own loss.
 _ADDITIONAL_LOSSES = {"output_router_logits": "the auxiliary router loss", "z_loss_coefficient": "the z-loss"}
-_ALIGNED = ("ForMaskedLM", "ForTokenClassification")  # suffixes of model classes whose labels are not shifted
+# Suffixes of model classes whose labels are not shifted
+_ALIGNED = ("ForMaskedLM", "ForTokenClassification")
 
 
 def attention(
@@ -69,7 +70,8 @@ def attention(
     widest = max(query.shape[-1], value.shape[-1])
     size = value.shape[-1]
     q, k, v = (_packed(x, widest) for x in (query, key, value))
-    if attention_mask is not None:  # the option `sliding_window` only repeats the window that the mask determines
+    # The option `sliding_window` only repeats the window that the mask determines
+    if attention_mask is not None:
         limits |= {"window": attention_mask.window, "chunk": attention_mask.chunk}
     if dropout:
         if any(limit is not None for limit in limits.values()):

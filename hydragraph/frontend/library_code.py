@@ -82,7 +82,8 @@ class LibraryCode:
                 self._pending += [(f"{_name(kind)}.{n}", vars(kind)[n]) for n in names & vars(kind).keys()]
 
     def _is_of_library(self, module: str | None, file: str | None) -> bool:
-        if file is None or file.startswith("<"):  # code written in C, or generated code, such as that of a dataclass
+        # Code written in C, or generated code, such as that of a dataclass
+        if file is None or file.startswith("<"):
             return (module or "").partition(".")[0] in {*_LIBRARIES, *sys.stdlib_module_names, "builtins"}
         stdlib = file.startswith(_STDLIB) and "site-packages" not in file
         return stdlib or file.startswith(self._folders)

@@ -13,7 +13,8 @@ from hydragraph.frontend.check.wide_dtype import widened
 from hydragraph.frontend.packed_inputs import Loss
 from hydragraph.ir.program import Program
 
-_PREFIX = "_hydragraph_loss."  # prefix of the names of a loss's buffers in a program
+# Prefix of the names of a loss's buffers in a program
+_PREFIX = "_hydragraph_loss."
 
 
 def refuse_trained(loss: Loss | None) -> None:

@@ -24,7 +24,8 @@ from hydragraph.private.tracing import ancestors_of
 
 aten = torch.ops.aten
 
-_MEAN = 1  # PyTorch's code for reduction="mean"
+# PyTorch's code for reduction="mean"
+_MEAN = 1
 _MEANS = aten_operators("mean mean.dim")
 
 

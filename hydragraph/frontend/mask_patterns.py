@@ -18,7 +18,8 @@ _PACKED = frozenset({"packed_sequence_mask_function"})
 _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
 _WINDOWS = {"sliding_window_overlay": 0, "sliding_window_bidirectional_overlay": 1}
 DIRECTION = "choose a model whose masks and attention layers agree on the direction (is_causal)"
-_DIRECTIONS = "_hydragraph_directions"  # attribute added to the meta copy's config
+# Attribute added to the meta copy's config
+_DIRECTIONS = "_hydragraph_directions"
 _OTHER = "choose a model whose layers attend to all earlier tokens, or to all tokens"
 
 Pattern = Callable[..., Any]

@@ -45,7 +45,8 @@ def _failure(node: fx.Node) -> str:
         with torch.no_grad():
             args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), _zeros)
             target(*args, **kwargs)
-    except NotImplementedError:  # this operator is not available on CPUs
+    except NotImplementedError:
+        # This operator is not available on CPUs
         return ""
     except Exception as error:
         return (str(error).splitlines() or [type(error).__name__])[0]

@@ -53,13 +53,15 @@ def _value(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__}{[*map(_value, value)]}"
     if isinstance(value, dict):
-        return repr([(_value(k), _value(v)) for k, v in value.items() if k != "device_map"])  # peft records devices
+        # Peft records devices
+        return repr([(_value(k), _value(v)) for k, v in value.items() if k != "device_map"])
     if isinstance(value, FunctionType):
         return described_function(value)
     if isinstance(value, functools.partial):
         return f"partial{_value((value.func, value.args, value.keywords))}"
     if type(value).__module__.startswith("peft.") and not isinstance(value, type):
-        return f"{type(value).__module__}.{type(value).__qualname__}{_value(vars(value))}"  # an adapter's config
+        # An adapter's config
+        return f"{type(value).__module__}.{type(value).__qualname__}{_value(vars(value))}"
     if isinstance(value, MethodType):
         return f"{described_function(value.__func__)} of {type(value.__self__).__qualname__}"
     if isinstance(value, type) or _is_known(type(value).__module__):
@@ -81,7 +83,8 @@ def described_function(function: Callable[..., Any]) -> str:
     covered = _is_known(function.__module__) or function.__module__.partition(".")[0] == "hydragraph"
     if covered and not hasattr(function, "__wrapped__"):
         return name
-    code = function.__code__  # functools.wraps copies the name of another function
+    # functools.wraps copies the name of another function
+    code = function.__code__
     return f"{name} {_digest(code.co_filename)}:{code.co_firstlineno}"
 
 

@@ -36,8 +36,10 @@ _NOT_DESCRIBED = frozenset({"__dict__", "__weakref__", "__doc__", "_abc_impl", "
     *("__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"),
     *("__dataclass_fields__", "__dataclass_params__"),
 }
-_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE, set for classes defined in Python
-_LARGEST = 20_000  # maximum number of values; a larger structure or tensor is treated as unique
+# Py_TPFLAGS_HEAPTYPE, set for classes defined in Python
+_HEAP = 1 << 9
+# Maximum number of values; a larger structure or tensor is treated as unique
+_LARGEST = 20_000
 
 
 def structure(value: object, index: bool = True, constants: bool = False) -> str:
@@ -78,7 +80,8 @@ def outline(module: nn.Module) -> str:
 
 class _Describer:
     def __init__(self, index: bool, reads: Callable[[str], bool] = lambda _: True, constants: bool = False) -> None:
-        self._reads = reads  # function that decides which attributes of the user's objects are described
+        # Function that decides which attributes of the user's objects are described
+        self._reads = reads
         self._constants = constants
         self._left_out = () if index else LAYER_INDEX
         # Maps an id to a number and the object; the reference prevents the reuse of the id.

@@ -29,7 +29,8 @@ class DropoutNumbers:
         return DropoutNumbers(self.key, [self.numbers[i] for i in chosen])
 
 
-MINIMUM = 2  # minimum number of tokens, because graphs are traced for sizes of at least 2
+# Minimum number of tokens, because graphs are traced for sizes of at least 2
+MINIMUM = 2
 
 
 def padding(lengths: Sequence[int], multiple: int = 1, several: bool = False) -> int:
@@ -79,7 +80,8 @@ def pack(
         batch[name] = torch.cat([*(s.extra[name] for s in sequences), blank])[None]
     if draws is not None:
         batch[DROPOUT_KEYS] = keys_of(draws.key, lengths, [*draws.numbers, *[-1] * bool(blanks)])
-    if device is not None:  # copies from pinned memory are asynchronous
+    # Copies from pinned memory are asynchronous
+    if device is not None:
         pinned = {n: v.pin_memory() if device.type == "cuda" else v for n, v in batch.items()}
         batch = {name: value.to(device, non_blocking=True) for name, value in pinned.items()}
     return batch | {"max_length": torch.tensor(max(lengths))}

@@ -20,7 +20,8 @@ from hydragraph.private.tracing import fake_mode_of, new_symbol, symbol_name
 
 aten = torch.ops.aten
 
-_BOUNDS = 3  # number of entries of cu_seqlens in the traced example
+# Number of entries of cu_seqlens in the traced example
+_BOUNDS = 3
 
 
 def use_packed_sequences(graph: fx.Graph, tokens: str) -> None:

@@ -32,7 +32,8 @@ def same_masks(model: nn.Module, program: Program, keys: Tensor, blocks: str | N
         yield
         return
     _, layers = block_list(model, blocks)
-    numbers: dict[int, deque[int]] = {}  # a repeated block has one number per call
+    # A repeated block has one number per call
+    numbers: dict[int, deque[int]] = {}
     for number, block in enumerate(entries(layers), start=1):
         numbers.setdefault(id(block), deque()).append(number)
     mode = _Masks(_calls(program), keys)

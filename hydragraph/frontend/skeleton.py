@@ -39,13 +39,19 @@ class BlockCall:
     name: str
     module: nn.Module
     spec: TreeSpec
-    leaves: list[Any]  # the flattened arguments, in which None replaces each tensor
-    tensors: list[int]  # positions of the tensors; the first is the hidden state
-    inputs: list[Tensor] = field(repr=False)  # fake values of these tensors; the hidden state is [1, T, H]
-    flat_tokens: bool  # whether the model passes the hidden state as [T, H]
+    # The flattened arguments, in which None replaces each tensor
+    leaves: list[Any]
+    # Positions of the tensors; the first is the hidden state
+    tensors: list[int]
+    # Fake values of these tensors; the hidden state is [1, T, H]
+    inputs: list[Tensor] = field(repr=False)
+    # Whether the model passes the hidden state as [T, H]
+    flat_tokens: bool
     own: Callable[..., Any] | None = field(repr=False)
-    form: str  # expected structure of the output, as returned by a similar block
-    feeds: tuple[int, ...] | None = None  # indices of this block's inputs in the node that stands for all blocks
+    # Expected structure of the output, as returned by a similar block
+    form: str
+    # Indices of this block's inputs in the node that stands for all blocks
+    feeds: tuple[int, ...] | None = None
 
     def called(self) -> str:
         """Return a digest of the arguments; tensors count only by shape and dtype."""
@@ -305,7 +311,8 @@ def _opaque(
         if fused is not None:
             assert fused.given is not None
             wide = fused.given
-        else:  # `forms.wide` avoids a reshape between blocks
+        else:
+            # `forms.wide` avoids a reshape between blocks
             wide = forms.wide.get(id(hidden), hidden.unsqueeze(0)) if flat else hidden
         calls.append(BlockCall(name, block, spec, constants, tensors, [wide, *others], flat, instance, form, feeds))
         if fused is not None:

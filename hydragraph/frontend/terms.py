@@ -52,7 +52,8 @@ _FINDS = aten_operators("""
 _OF_NEIGHBOURS = aten_operators("slice.Tensor select.int narrow cat cumsum diff repeat_interleave.Tensor")
 _SEARCHES = {aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}
 _QUOTIENTS = aten_operators("floor_divide floor_divide.Scalar div.Tensor_mode div.Scalar_mode")
-_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # represent all positions
+# Represent all positions
+_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 _WHOLE_ROW = "weights tokens by their position in the packed row; only position_ids and lengths may be weights"
 _ACROSS = "computes a term from several tokens or sequences"
 _SIZED = "computes with a number of tokens or sequences"
@@ -68,20 +69,30 @@ _ADDED = _SUMS | aten_operators("stack cat")
 _KEPT = aten_operators("neg clone detach to.dtype _to_copy squeeze squeeze.dims select.int slice.Tensor")
 _LINEAR = MOVES | VIEWS | _KEPT | aten_operators("mean mean.dim sum sum.dim_IntList")
 _CLASSES = aten_operators("cross_entropy_loss nll_loss_nd nll_loss")
-_SUM = 2  # PyTorch's code for reduction="sum"
+# PyTorch's code for reduction="sum"
+_SUM = 2
 
 
 class _Bound(Enum):
     BOUNDS = auto()  # cu_seqlens
-    START = auto()  # each sequence's first token
-    END = auto()  # the token after each sequence
-    INSIDE = auto()  # a token of each sequence
-    BEFORE = auto()  # tokens before each sequence's end
-    AFTER = auto()  # tokens after each sequence's start
-    OWNER = auto()  # each token's sequence
-    NEXT = auto()  # each token's sequence, plus 1
-    COUNT = auto()  # 0, 1, 2, ...
-    LENGTH = auto()  # differences of positions
+    # Each sequence's first token
+    START = auto()
+    # The token after each sequence
+    END = auto()
+    # A token of each sequence
+    INSIDE = auto()
+    # Tokens before each sequence's end
+    BEFORE = auto()
+    # Tokens after each sequence's start
+    AFTER = auto()
+    # Each token's sequence
+    OWNER = auto()
+    # Each token's sequence, plus 1
+    NEXT = auto()
+    # 0, 1, 2, ...
+    COUNT = auto()
+    # Differences of positions
+    LENGTH = auto()
     INDEX = auto()  # other values
 
 
@@ -102,7 +113,8 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     # the loss would use them to count the tokens of the packed row.
     selects = bool(bounds) or any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ()))
     totals: set[fx.Node] = set()
-    running: set[fx.Node] = set()  # prefix sums over rows; their differences between bounds are terms
+    # Prefix sums over rows; their differences between bounds are terms
+    running: set[fx.Node] = set()
     for node in nodes:
         if node.op == "output":
             stray = next((n for n in node.all_input_nodes if n not in totals), None)
@@ -232,7 +244,8 @@ def _drops_an_end(node: fx.Node) -> bool:
 def _of_terms(node: fx.Node, told: Mapping[fx.Node, _Bound], totals: set[fx.Node]) -> str | None:
     """Return the problem with an operator on terms, or None; add the operator to `totals` if its result is a total."""
     inputs = node.all_input_nodes
-    if node.target in MADE:  # reads only sizes
+    # Reads only sizes
+    if node.target in MADE:
         return None
     # rows: operand -> its dimensions with one entry per row; two of these would pair rows.
     rows = {n: symbolic_dims(n) for n in inputs if _has_rows(n)}
@@ -277,7 +290,8 @@ def _runs(node: fx.Node, running: set[fx.Node], told: Container[fx.Node]) -> boo
         return True
     if node.target is aten.sub.Tensor:
         return all(n in running for n in arguments[:2])
-    if node.target is aten.cat.default:  # prefix sums may start with zeros
+    # Prefix sums may start with zeros
+    if node.target is aten.cat.default:
         return all(n in running or n.target in MADE for n in node.all_input_nodes)
     if node.target is aten.index.Tensor:
         return _takes_by_bounds(node, symbolic_dims(arguments[0])[0], told) and len(arguments[1]) == 1

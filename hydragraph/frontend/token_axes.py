@@ -200,7 +200,8 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
         return _einsum_keeps(node, dims, dim)
     if target in (aten.cat.default, aten.stack.default):
         return argument_of(node, "dim") % ndim != dim and len({dims[n] for n in with_tokens}) == 1
-    if target is dropout:  # dropout keys are in batch order
+    # dropout keys are in batch order
+    if target is dropout:
         return bool(dims.get(first, dim) == arguments[6])
     if target in LOSSES:
         return first in dims and argument_of(node, "reduction") == 0
@@ -216,7 +217,8 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
         return with_tokens == [first] and dims[first] < len(shape(first)) - 1
     if target is aten.bucketize.Tensor:
         return with_tokens == [first]
-    if target in (aten.outer.default, aten.ger.default):  # [T] x [N] -> [T, N], and [N] x [T] -> [N, T]
+    # [T] x [N] -> [T, N], and [N] x [T] -> [N, T]
+    if target in (aten.outer.default, aten.ger.default):
         return len(with_tokens) == 1 and with_tokens == [arguments[dim]]
     if target is aten.addmm.default:
         return with_tokens == [arguments[1]] and dims[arguments[1]] == 0
@@ -229,7 +231,8 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
         return first not in dims or all(d != dims[first] and i not in dims for d, i in indices)
     if target is aten.slice.Tensor and str(shape(node)) == str(shape(first)):
         return bool(argument_of(node, "step") == 1)
-    if target is aten.select_scatter.default:  # the second operand does not have the dimension `at`
+    # The second operand does not have the dimension `at`
+    if target is aten.select_scatter.default:
         at = arguments[2] % ndim
         return dim != at and all(dims[n] == (dim if n is first else dim - (dim > at)) for n in with_tokens)
     if target in (aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default):

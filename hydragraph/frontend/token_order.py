@@ -87,8 +87,10 @@ class RoutingTracker:
     def __init__(self, rows: dict[fx.Node, TokenRows], tokens: str) -> None:
         self._rows = rows
         self._tokens = tokens
-        self._telling: dict[fx.Node, RowPointers | Counter | Counts] = {}  # values that depend on other tokens
-        self._sorted: dict[fx.Node, fx.Node] = {}  # for keys of rows in sorted order, the operator that sorted them
+        # Values that depend on other tokens
+        self._telling: dict[fx.Node, RowPointers | Counter | Counts] = {}
+        # For keys of rows in sorted order, the operator that sorted them
+        self._sorted: dict[fx.Node, fx.Node] = {}
         self._handlers: tuple[tuple[Collection[Any], Callable[[fx.Node], Followed]], ...] = (
             (SAME, self._same),
             ({operator.getitem}, self._part_of_sort),
@@ -290,7 +292,8 @@ def viewed(node: fx.Node, rows: Mapping[fx.Node, TokenRows], dim: int, tokens: s
     here = multiple_of(before[rows_before.dim], tokens)
     there = multiple_of(after[dim], tokens)
     above, now_above = _elements(before[: rows_before.dim]), _elements(after[:dim])
-    if above != now_above:  # [E, T, H] to [E * T, H], or back
+    # [E, T, H] to [E * T, H], or back
+    if above != now_above:
         copies = (here, there, rows_before.order)
         if copies == (1, above, 1) and now_above == 1 and type(above) is int:
             return TokenRows(dim, RepeatedTokens(above))

@@ -69,7 +69,8 @@ def learning(
         names.update(name for name, node in zip(block.parameters, nodes, strict=False) if node in flow)
         inputs = dict(zip(template.inputs, nodes[len(nodes) - len(template.inputs) :], strict=True))
         if inputs.get("hidden") not in flow:
-            break  # earlier blocks do not contribute to the loss
+            # Earlier blocks do not contribute to the loss
+            break
     used = {name for block in blocks for name in block.parameters}
     _warn("no block uses", (name for name in parameters if name not in used))
     _warn("the loss does not use", (n for n, p in parameters.items() if p.trainable and n in used and n not in names))

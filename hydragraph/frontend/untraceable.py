@@ -52,8 +52,10 @@ _UNPACKED: Mapping[type[nn.Module], tuple[str, str]] = {
 }
 
 
-_OF_TRANSFORMERS = "_is_hf_initialized"  # an attribute of loaded weights
-_LARGEST = 1 << 16  # maximum number of elements; larger arrays are not compared
+# An attribute of loaded weights
+_OF_TRANSFORMERS = "_is_hf_initialized"
+# Maximum number of elements; larger arrays are not compared
+_LARGEST = 1 << 16
 _MOST = 256
 
 
@@ -159,7 +161,8 @@ def watched(where: str, module: nn.Module) -> Iterator[None]:
         yield
     for name, number in _numbers(module).items():
         owner = module.get_submodule(name.rpartition(".")[0])
-        users = library_of(type(owner)) is None  # library modules may add attributes
+        # Library modules may add attributes
+        users = library_of(type(owner)) is None
         if numbers.get(name, None if users else number) != number:
             change = f"from {numbers.get(name, 'nothing')} to {number}"
             what = f"forward changes {name!r} {change}, but a captured graph uses one fixed value"

@@ -11,16 +11,23 @@ from hydragraph.ir.value import Value, ValueKind, gradients, weights
 
 
 class Op(Enum):
-    PULL = "pull"  # receive a bucket's weights from their owners, or send them
+    # Receive a bucket's weights from their owners, or send them
+    PULL = "pull"
     FORWARD = "forward"
-    BACKWARD = "backward"  # run a block's backward, or half of it, and add weight gradients to G.bucket
-    OFFLOAD = "offload"  # copy a block's saved values to host memory
-    FETCH = "fetch"  # copy saved values back to the device, after all earlier computations have run
+    # Run a block's backward, or half of it, and add weight gradients to G.bucket
+    BACKWARD = "backward"
+    # Copy a block's saved values to host memory
+    OFFLOAD = "offload"
+    # Copy saved values back to the device, after all earlier computations have run
+    FETCH = "fetch"
     SEND = "send"
     RECEIVE = "receive"
-    PUSH = "push"  # sum a bucket's gradients on first owners, which then send the sums to second owners
-    FREE = "free"  # release values; a message is released only after it was sent
-    COMMIT = "commit"  # agree with all ranks whether gradients are finite
+    # Sum a bucket's gradients on first owners, which then send the sums to second owners
+    PUSH = "push"
+    # Release values; a message is released only after it was sent
+    FREE = "free"
+    # Agree with all ranks whether gradients are finite
+    COMMIT = "commit"
     UPDATE = "update"
 
     __hash__ = object.__hash__

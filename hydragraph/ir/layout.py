@@ -36,8 +36,10 @@ Bools = npt.NDArray[np.bool_]
 class GradientKind(Enum):
     """How to combine the gradients of a stage's ranks."""
 
-    REPLICA = "replica"  # all ranks' gradients are equal, so any one of them is used
-    PARTIAL = "partial"  # the gradients of all ranks are summed
+    # All ranks' gradients are equal, so any one of them is used
+    REPLICA = "replica"
+    # The gradients of all ranks are summed
+    PARTIAL = "partial"
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,14 +196,16 @@ def _twice(
     # Keep the ranks of a node together, and order nodes by their first ranks.
     first = {node: i for i, node in reversed(list(enumerate(nodes)))}
     order = sorted(range(len(nodes)), key=lambda i: first[nodes[i]])
-    exact = [Fraction(float(weights[i])) for i in order]  # an inexact sum could exceed half of the total
+    # An inexact sum could exceed half of the total
+    exact = [Fraction(float(weights[i])) for i in order]
     total = sum(exact)
     of_node: dict[int, Fraction] = {}
     for i, weight in zip(order, exact, strict=True):
         of_node[nodes[i]] = of_node.get(nodes[i], Fraction(0)) + weight
     # A node with more than half of the shares gets half of each copy.
     largest = max(of_node, key=lambda node: of_node[node])
-    ends = [Fraction(0)]  # the ends of intervals, as fractions of the bucket
+    # The ends of intervals, as fractions of the bucket
+    ends = [Fraction(0)]
     for i, weight in zip(order, exact, strict=True):
         if 2 * of_node[largest] <= total:
             part = weight / total
@@ -303,7 +307,8 @@ def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: in
     opens[1:] = ~same | (lo[1:] != hi[:-1])
     rank, lo, copy = (column[opens] for column in (rank, lo, copy))
     partial = partial[opens]
-    hi = hi[np.roll(opens, -1)]  # the last row of each merged interval
+    # The last row of each merged interval
+    hi = hi[np.roll(opens, -1)]
     end = np.cumsum(hi - lo)
     at = end - (hi - lo)
     at -= at[np.searchsorted(rank, rank)]

@@ -28,7 +28,8 @@ import numpy as np
 
 from hydragraph.ir.layout import Bools, Ints, Layout
 
-_PIECE, _PIECES = 1024, 64  # minimum number of elements in a piece; maximum number of pieces of a bucket
+# Minimum number of elements in a piece; maximum number of pieces of a bucket
+_PIECE, _PIECES = 1024, 64
 
 
 @dataclass(frozen=True, eq=False)

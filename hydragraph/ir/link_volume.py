@@ -11,14 +11,16 @@ from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import Slices, SourceCells, cells_of, copy, reduce
 from hydragraph.kernels.numba_compiler import compiled
 
-_NEAREST, _OWN = range(2)  # `_cost` prefers the nearest rank as sender, or the receiver itself
+# `_cost` prefers the nearest rank as sender, or the receiver itself
+_NEAREST, _OWN = range(2)
 
 
 def copied(source: Layout, target: Layout, ranks: int) -> Ints:
     """Return the number of elements that `link.copy(source, target)` sends, as an array [senders, receivers]."""
     nodes = np.zeros(ranks, np.int64)
     if source.nodes is not None:
-        nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]  # -2 means that the node is unknown
+        # -2 means that the node is unknown
+        nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]
     return _counted(copy, source, target, np.zeros_like(source.copy), nodes, _NEAREST)
 
 

@@ -24,7 +24,8 @@ from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_dev
 if TYPE_CHECKING:
     import triton.language as tl
 
-UNIT = 16  # if lengths are multiples of this, Triton uses wide memory accesses
+# If lengths are multiples of this, Triton uses wide memory accesses
+UNIT = 16
 _BLOCK = 1024
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 

@@ -18,7 +18,8 @@ from hydragraph.kernels.attention_backends import spans
 from hydragraph.kernels.new_tensors import contiguous_like, widened
 from hydragraph.kernels.philox import call_word, threshold, words
 
-_POSITIONS = 24  # number of bits in a feature index that store the key position
+# Number of bits in a feature index that store the key position
+_POSITIONS = 24
 
 
 def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Tensor:

@@ -15,13 +15,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LARGEST = 2.0**13  # maximum absolute value of a summand
-MOST = 2**16  # maximum number of summands, for which 53 bits are enough
+# Maximum absolute value of a summand
+LARGEST = 2.0**13
+# Maximum number of summands, for which 53 bits are enough
+MOST = 2**16
 GRIDS = (2.0**-24, 2.0**-62)
-LOSS_GRIDS = (2.0**-16, 2.0**-54)  # large enough for sums up to 2^37
-SQUARE_GRIDS = (2.0**-19, 2.0**-39, 2.0**-59)  # large enough for 2^34 squares of at most 1
+# Large enough for sums up to 2^37
+LOSS_GRIDS = (2.0**-16, 2.0**-54)
+# Large enough for 2^34 squares of at most 1
+SQUARE_GRIDS = (2.0**-19, 2.0**-39, 2.0**-59)
 
-_RUN = 2**15  # number of elements that fit in a core's cache
+# Number of elements that fit in a core's cache
+_RUN = 2**15
 _RUN_DEVICE = 2**24
 
 

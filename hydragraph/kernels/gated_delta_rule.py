@@ -27,7 +27,8 @@ from hydragraph.kernels import fla_delta_rule
 from hydragraph.kernels.new_tensors import contiguous_like, widened
 
 CHUNK = 64  # tokens
-EPSILON = 1e-6  # small number that is added to squared lengths
+# Small number that is added to squared lengths
+EPSILON = 1e-6
 
 
 def unit(x: Tensor) -> Tensor:

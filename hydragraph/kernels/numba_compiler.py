@@ -27,7 +27,8 @@ from hydragraph.errors import StillCompiling
 
 _LOG = logging.getLogger(__name__)
 _DIGEST = hashlib.sha256().digest_size
-_INSTALLED = Path(__file__).parent / "compiled"  # filled by `setup.py`
+# Filled by `setup.py`
+_INSTALLED = Path(__file__).parent / "compiled"
 _MOST = 3000
 
 # Warnings that were logged, and folders for which compilation was announced.
@@ -72,7 +73,8 @@ def is_compiled(function: Any) -> bool:
     cache = getattr(function, "_cache", None)
     try:
         return isinstance(cache, _Cache) and any(files._load_index() for files in (cache.installed, cache.own))
-    except Exception:  # a damaged index
+    except Exception:
+        # A damaged index
         return False
 
 

@@ -23,7 +23,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 _WORD = 0xFFFFFFFF
-_BLOCK = 16  # number of bits for the number of a call
+# Number of bits for the number of a call
+_BLOCK = 16
 _TOGETHER = 1 << 16
 
 

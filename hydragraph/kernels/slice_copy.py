@@ -26,14 +26,18 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-UNIT = 8  # number of elements in a 16-byte access
-WIDE = 4096  # number of elements in an aligned tile; large enough to hide memory latency
-NARROW = 512  # number of elements in other tiles
+# Number of elements in a 16-byte access
+UNIT = 8
+# Number of elements in an aligned tile; large enough to hide memory latency
+WIDE = 4096
+# Number of elements in other tiles
+NARROW = 512
 _SIZES = {"UNIT": UNIT, "WIDE": WIDE, "NARROW": NARROW}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 RUN = 2**17
-MANY = 256  # minimum number of ranges for which a Python loop is too slow
+# Minimum number of ranges for which a Python loop is too slow
+MANY = 256
 _MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 Offsets = NDArray[np.int64]

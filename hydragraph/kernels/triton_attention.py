@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PREPARE_OPTIONS: dict[str, object] = {"num_warps": 4, "enable_fp_fusion": True}
 _LOG2_E = math.log2(math.e)
-_MAX_STRIDE = 2**23  # maximum number of elements, which keeps offsets in a tile below 2^31
+# Maximum number of elements, which keeps offsets in a tile below 2^31
+_MAX_STRIDE = 2**23
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def _columns(row, length, causal, window, ROWS: tl.constexpr, COLUMNS: tl.conste
     until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
     whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
     begin = 0
-    if WINDOW:  # masks are applied to all tiles, because a third loop would need more registers
+    # Masks are applied to all tiles, because a third loop would need more registers
+    if WINDOW:
         until = tl.minimum(until, row + ROWS + window - 1)
         begin = tl.maximum(0, row - window + 1) // COLUMNS * COLUMNS
         whole = begin

@@ -89,7 +89,8 @@ def use_kernel(device: torch.device, where: str) -> bool:
         Unsupported: Triton is missing on CUDA, where plain PyTorch would be silently slow.
     """
     if device.type == "cpu" and not _interpreted():
-        return False  # looking for Triton takes 0.4 ms
+        # Looking for Triton takes 0.4 ms
+        return False
     if device.type == "cuda" and (reason := why_not(device)):
         raise Unsupported(reason, where=where, remedy="pip install triton (PyTorch's CUDA wheels include it)")
     return device.type == "cuda" or why_not(device) is None

@@ -81,7 +81,8 @@ register_fake("hydragraph::tp_head_token_losses", lambda hidden, *_: like_losses
 # The backward of tp_head_token_losses does not communicate: its gradient of `hidden` is a partial sum (P).
 register_autograd("hydragraph::tp_head_token_losses", token_gradients, setup_context=keep_operands)
 
-SUMMED = "all_reduce_product"  # inserted by `sums_in_pieces`
+# Inserted by `sums_in_pieces`
+SUMMED = "all_reduce_product"
 METHODS = {
     torch.ops.hydragraph.tp_sum.default: "all_reduce",
     torch.ops.hydragraph.tp_max.default: "all_reduce_max",

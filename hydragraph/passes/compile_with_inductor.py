@@ -157,7 +157,8 @@ class _Outer:
     graph: fx.Graph = field(default_factory=fx.Graph)
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    sizes: dict[Any, fx.Node] = field(default_factory=dict)  # symbol -> node
+    # Symbol -> node
+    sizes: dict[Any, fx.Node] = field(default_factory=dict)
     parts: dict[str, Any] = field(default_factory=dict)
 
     def copy(self, node: fx.Node, value: Any) -> None:

@@ -80,7 +80,8 @@ class Variant:
 
     def __getattr__(self, name: str) -> Any:
         if name in _GRAPHS:
-            with _DECODING:  # several threads may request graphs at the same time
+            # Several threads may request graphs at the same time
+            with _DECODING:
                 if "_data" in vars(self):
                     vars(self).update(zip(_GRAPHS, decode(vars(self)["_data"]), strict=True))
                     del vars(self)["_data"]

@@ -43,7 +43,8 @@ SHARE = 268_435_399  # P
 RANKS = 134_217_689  # Q
 _UNBOUNDED = frozenset({2**63 - 1, -(2**63)})
 _KEPT = 16  # cached traces
-_traces: LRU[str, Mapping[str, Any] | None] = LRU(_KEPT)  # stored as data, because later passes may change sizes
+# Stored as data, because later passes may change sizes
+_traces: LRU[str, Mapping[str, Any] | None] = LRU(_KEPT)
 
 
 class _NotProvenError(Exception):
@@ -87,7 +88,8 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
         prove_sizes(joint, proven)
         try:
             return None if assumptions(values) else encode(joint)
-        except ValueError:  # graph data cannot represent the joint graph
+        except ValueError:
+            # Graph data cannot represent the joint graph
             return None
 
     data = _traces.get(_plain(spec).key, make)
@@ -115,7 +117,8 @@ def _plain(spec: VariantSpec) -> VariantSpec:
 def _decoded(data: Mapping[str, Any]) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     (joint,) = decode(data)
     for node in joint.graph.nodes:
-        value_of(node)  # this call also stores the value where partitioners expect it
+        # This call also stores the value where partitioners expect it
+        value_of(node)
     return joint, [value_of(node) for node in placeholders_of(joint)]
 
 
@@ -134,7 +137,8 @@ def _wide_trace(
     try:
         sharded = shard(template, wide, part, fused_head)
         joint, values = _traced(spec, sharded)
-        if assumptions(values):  # graphs stored as data do not include assumptions
+        # Graphs stored as data do not include assumptions
+        if assumptions(values):
             return None
         return encode(sharded.graph), encode(joint)
     except Exception as error:

@@ -17,13 +17,15 @@ from hydragraph.ir.graph_data import results_of, storages_of, value_of
 from hydragraph.private.graph_values import TensorForm
 from hydragraph.private.tracing import ancestors_of, draws, hint_of
 
-_PRODUCTS = {  # for each operator, the index of the operand whose last dimension is summed over
+# For each operator, the index of the operand whose last dimension is summed over
+_PRODUCTS = {
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.bmm.default: 0,
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.baddbmm.default: 1,
 }
-_LOCAL = frozenset(  # operators that may run again in the backward
+# Operators that may run again in the backward
+_LOCAL = frozenset(
     {torch.ops.hydragraph.dropout.default, torch.ops.hydragraph.tp_enter.default, torch.ops.hydragraph.tp_split.default}
 )
 # Matrix-product operations that take as long as moving one element, on a GPU with 3e14 operations/s and 2e12 bytes/s.

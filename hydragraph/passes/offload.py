@@ -18,7 +18,8 @@ from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind, copying, fetched, offloaded
 from hydragraph.passes.place import Placement
 
-SMALL_BYTES = 1 << 16  # bytes for which a copy's fixed cost equals its transfer time
+# Bytes for which a copy's fixed cost equals its transfer time
+SMALL_BYTES = 1 << 16
 
 
 def moves(size: int) -> bool:

@@ -114,7 +114,8 @@ def _move(cuts: Cuts, node: fx.Node) -> Cut | None:
     x, *rest = operands(node)
     cut = cuts.of(x)
     ndim = len(shape(x))
-    dims: list[int | None] = list(range(ndim))  # the operand's dimension for each dimension of the result
+    # The operand's dimension for each dimension of the result
+    dims: list[int | None] = list(range(ndim))
     match node.target:
         case aten.transpose.int:
             dims[rest[0]], dims[rest[1]] = dims[rest[1]], dims[rest[0]]

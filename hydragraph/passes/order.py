@@ -54,7 +54,8 @@ def _in_order_of_sends(
 ) -> list[Instruction]:
     """Move receives earlier, into the order of each peer's sends."""
     receives = [i for i, instruction in enumerate(instructions) if instruction.op is Op.RECEIVE]
-    before: defaultdict[int, list[int]] = defaultdict(list)  # for each index, the receives that are moved there
+    # For each index, the receives that are moved there
+    before: defaultdict[int, list[int]] = defaultdict(list)
     for peer in dict.fromkeys(instructions[i].partner for i in receives):
         # at: value -> index of its receive. Visit the sends from last to first: a receive moves to
         # the earliest receive of any value that the peer sends later.

@@ -24,7 +24,8 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     Pulls come first, in block order. Pushes of trainable buckets follow in reverse order. Messages in flight are freed
     before the commit.
     """
-    if placement.streams:  # receives that are posted early would delay pulls and pushes
+    # Receives that are posted early would delay pulls and pushes
+    if placement.streams:
         placed = _with_ends(placement, program.rank, program.instructions)
     else:
         placed = _with_exchanges(placement, mode, program)

@@ -28,7 +28,8 @@ def overlap_collectives(variant: Variant) -> Variant:
 def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    started: dict[fx.Node, fx.Node] = {}  # the start of each collective whose result has not been read yet
+    # The start of each collective whose result has not been read yet
+    started: dict[fx.Node, fx.Node] = {}
 
     def copy(nodes: Iterable[fx.Node]) -> None:
         for node in nodes:

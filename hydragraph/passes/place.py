@@ -192,7 +192,8 @@ def require_whole_backward(strategy: Strategy, what: str, otherwise: str) -> Non
         )
 
 
-@lru_cache(maxsize=4)  # all ranks share one placement
+# All ranks share one placement
+@lru_cache(maxsize=4)
 def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...]) -> Placement:
     if strategy.layers != outline.layers:
         raise ValueError(

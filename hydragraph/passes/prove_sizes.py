@@ -138,7 +138,8 @@ class _Elsewhere(fx.Interpreter):
             return self._empty(value_of(n))
         try:
             result = super().run_node(n)
-        except NotImplementedError:  # the operator cannot run on the meta device
+        except NotImplementedError:
+            # The operator cannot run on the meta device
             return self._empty(value_of(n))
         except Exception as error:
             first_line = (str(error).splitlines() or [""])[0]

@@ -105,7 +105,8 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
 def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], symbol: str | None) -> int | None:
     """Return the token dimension of an operand that must be split for `node`, or None."""
     if node.target is dropout and operand is operands(node)[1] and operand not in parts:
-        return 1  # the token dimension of the dropout's keys, which have the shape [1, T, 2]
+        # The token dimension of the dropout's keys, which have the shape [1, T, 2]
+        return 1
     if operand in parts or not (is_pointwise(node) or node.target is aten.cat.default):
         return None
     dim = token_dim(operand, symbol)

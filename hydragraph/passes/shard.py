@@ -376,7 +376,8 @@ class _Rewrite:
         if cut is None or dim != cut.dim:
             return self._copy(node)
         if is_slice and len(operands(node)) > 4 and operands(node)[4] != 1:
-            return self._copy(node)  # the first element of a rank's part is a multiple of the step
+            # The first element of a rank's part is a multiple of the step
+            return self._copy(node)
         if is_slice:
             # The slice begins after this rank's part of the elements before it.
             part = self.cuts.cut[node]

@@ -150,7 +150,8 @@ def _renamed(instruction: Instruction, found: Streaming, ranks: Ranks, key: Comp
     )
 
 
-_START = Fraction(-1)  # before every computation
+# Before every computation
+_START = Fraction(-1)
 
 
 class _Moment(NamedTuple):
@@ -165,7 +166,8 @@ class _Moment(NamedTuple):
 _Served = tuple[PlacedStage, tuple[Computation, ...]]
 
 
-@lru_cache(maxsize=4)  # all ranks share the result
+# All ranks share the result
+@lru_cache(maxsize=4)
 def streaming(placement: Placement, mode: Mode) -> Streaming:
     """Return the exchanges of an iteration."""
     outline = placement.outline

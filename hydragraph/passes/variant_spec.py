@@ -12,7 +12,8 @@ from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
 from hydragraph.spec.stage_kind import StagePart
 
-COMPILE = "compile"  # only this pass depends on the device
+# Only this pass depends on the device
+COMPILE = "compile"
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,13 @@ from hydragraph.spec.strategy import Strategy
 _LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-CAPACITY = 64  # large enough, because a model has about three templates, and its strategies have few degrees
+# Large enough, because a model has about three templates, and its strategies have few degrees
+CAPACITY = 64
 
 
 _shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()
-_seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # by graph pass
+# By graph pass
+_seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()
 _bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()
 
 

@@ -23,7 +23,8 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 PLAIN = "plain data parallelism"
-UNEVEN = 1.1  # shares are called unequal if the largest is this many times the smallest
+# Shares are called unequal if the largest is this many times the smallest
+UNEVEN = 1.1
 
 
 def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ from hydragraph.spec.training_workload import Workload
 
 SHOWN = 6
 STREAMS = {True: "streaming weights and gradients", GRADIENTS: "streaming gradients"}
-TIGHT = 0.9  # a plan without measurements gets a warning if it needs more than this fraction of memory
+# A plan without measurements gets a warning if it needs more than this fraction of memory
+TIGHT = 0.9
 
 
 @dataclass(frozen=True)

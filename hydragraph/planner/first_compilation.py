@@ -39,7 +39,8 @@ from hydragraph.spec.training_workload import Workload
 
 LENGTH = 1024
 LAYERS = 6
-_FACTORS = {"fast": 1.0, "slow": 2.0}  # invented types of devices, and their relative times
+# Invented types of devices, and their relative times
+_FACTORS = {"fast": 1.0, "slow": 2.0}
 
 
 @contextmanager

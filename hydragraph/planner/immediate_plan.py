@@ -34,10 +34,14 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 AT_ONCE_S = 0.3  # default deadline
-RUNNING = 3  # maximum number of known strategies to estimate
-FEWEST = 8  # minimum number of estimates
-SEARCHING = 0.6  # fraction of the deadline that the search may use
-SLOW = 1.5  # if a rank's rate is above this, plans without the rank are also tried
+# Maximum number of known strategies to estimate
+RUNNING = 3
+# Minimum number of estimates
+FEWEST = 8
+# Fraction of the deadline that the search may use
+SEARCHING = 0.6
+# If a rank's rate is above this, plans without the rank are also tried
+SLOW = 1.5
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ def plan_at_once(
     candidates: list[tuple[float, Strategy, tuple[PipelineCost, ...]]] = []
     for strategy in dict.fromkeys([*_near(costs, workload, others), *promising]):
         pipelines = pipeline_costs(costs, strategy)
-        if strategy in promising:  # the search found that the longest sequence fits
+        # The search found that the longest sequence fits
+        if strategy in promising:
             pipelines = tuple(replace(p, max_len=max(p.max_len, workload.longest)) for p in pipelines)
         if _fits(pipelines, workload):
             end = quick_end(problem_of(pipelines, batch, formed=True).instance) + promising.get(strategy, 0.0)

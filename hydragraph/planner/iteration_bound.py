@@ -36,7 +36,8 @@ def bound(costs: Costs, batches: Sequence[Sequence[int]]) -> float:
 
 
 def _bound(costs: Costs, lengths: Counter[int]) -> float:
-    from scipy.linalg import block_diag  # only for planning
+    # Only for planning
+    from scipy.linalg import block_diag
     from scipy.optimize import linprog
 
     healthy = costs.changed(health=Health())

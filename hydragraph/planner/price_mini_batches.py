@@ -136,7 +136,8 @@ class MiniBatchPrices:
             limits = {p: self.costs.max_len(p, whole, beside) for p in strategy.pipelines}
             priced_pipelines = zip(strategy.pipelines, self.pipelines(strategy), strict=True)
             return [replace(cost, max_len=min(cost.max_len, limits[p])) for p, cost in priced_pipelines]
-        if strategy.shares:  # here, the time of a pipeline depends on other pipelines
+        # Here, the time of a pipeline depends on other pipelines
+        if strategy.shares:
             return self.costs.pipelines(strategy)
         pipeline_costs = []
         for pipeline in strategy.pipelines:

@@ -166,7 +166,8 @@ def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
 
 def _with_owners(costs: Costs, plan: PricedPlan, strategy: Strategy, below: float) -> Iterator[PricedPlan]:
 
-    @cache  # this comes before the memory check, which takes longer
+    # This comes before the memory check, which takes longer
+    @cache
     def tried(home: Home) -> PricedPlan:
         return simulated(costs, replace(plan, strategy=strategy, home=home))
 

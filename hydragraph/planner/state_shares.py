@@ -166,7 +166,8 @@ def homes_of(costs: Costs, strategy: Strategy) -> tuple[Home, ...]:
     """Return possible homes, ignoring memory."""
     alike = home_of(costs, strategy, [1.0] * costs.ranks, costs.home) or costs.home.without_rule
     if all(len(pipeline.stages) == 1 for pipeline in strategy.pipelines):
-        return (alike,)  # every rank uses all blocks
+        # Every rank uses all blocks
+        return (alike,)
     return tuple(dict.fromkeys((alike, home_by_block(costs, strategy, costs.home))))
 
 

@@ -28,7 +28,8 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 SIMULATED = 3
-LEAST_S = 1e-12  # for a mini-batch
+# For a mini-batch
+LEAST_S = 1e-12
 
 
 def streamed(costs: Costs, workload: Workload, below_s: float, until: float | None) -> list[PricedPlan | Shortage]:

@@ -65,7 +65,8 @@ class CardBound:
         everywhere = uses.sum(0) == len(self._node)
         uses[:, everywhere] = np.minimum(uses[:, everywhere], 1.0)
         w, g = uses * self._weights, uses * self._gradients
-        if self._copies > 1:  # weights come from the nearer owner; gradients go to the first owner
+        # Weights come from the nearer owner; gradients go to the first owner
+        if self._copies > 1:
             far = w.sum(0) - np.sort(w, 0)[-self._copies :].sum(0) + g.sum(0) - g.max(0)
             return float(far.sum() / self._speed.sum())
         # Wherever a block's owners are, a node that does not own it receives its weights, and one

@@ -82,12 +82,14 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
     from torch._inductor.utils import fresh_cache
 
     guard()
-    traffic: dict[str, int] = {}  # bytes by kernel
+    # Bytes by kernel
+    traffic: dict[str, int] = {}
     binaries: list[Any] = []
     define: Any = TritonScheduling.define_kernel
     load: Any = AsyncCompile.triton
     build: Any = triton.compile
-    look_up: Any = device_interface.get_interface_for_device  # fails for CUDA if PyTorch is built for CPUs only
+    # Fails for CUDA if PyTorch is built for CPUs only
+    look_up: Any = device_interface.get_interface_for_device
 
     def measure(scheduling: Any, source: str, nodes: Any, kernel: Any) -> Any:
         name = define(scheduling, source, nodes, kernel)

@@ -19,7 +19,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hydragraph.private.tracing import hint_of, new_symbol
 
-SYMBOLIC = (torch._sym_sqrt,)  # PyTorch's undocumented functions of sizes
+# PyTorch's undocumented functions of sizes
+SYMBOLIC = (torch._sym_sqrt,)
 
 # A number or expression; ["tensor", dtype, device, shape, strides, storage]; ["list", *values]; or None.
 Data = Any

@@ -64,7 +64,8 @@ def is_wrapper(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
     """Raise `refuse(description, remedy)` if a model uses a feature that tracing does not record."""
-    apply = inspect.getattr_static(Function, "apply")  # since PyTorch 2.14, this is a C function
+    # Since PyTorch 2.14, this is a C function
+    apply = inspect.getattr_static(Function, "apply")
 
     def own_backward(kind: type[Function], *arguments: Any, **keywords: Any) -> Any:
         values = [*arguments, *keywords.values()]

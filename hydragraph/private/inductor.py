@@ -17,9 +17,11 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
 from hydragraph.kernels.triton_jit import why_not
 from hydragraph.private.tracing import hint_of, new_symbol
 
-LEAST = 2  # smallest value of a symbol, because Inductor specializes 0 and 1
+# Smallest value of a symbol, because Inductor specializes 0 and 1
+LEAST = 2
 
-Code = Callable[[list[Any]], Sequence[Any]]  # this function empties the list that it receives
+# This function empties the list that it receives
+Code = Callable[[list[Any]], Sequence[Any]]
 Condition = Callable[[Sequence[int]], bool]  # takes sizes
 
 

@@ -30,7 +30,8 @@ from hydragraph.private.module_internals import graph_module
 from hydragraph.private.operator_schemas import aten_operators, has_tag
 
 _CASTS = aten_operators("_to_copy to.dtype to.device to.dtype_layout")
-_ALIASES = aten_operators("detach alias")  # PyTorch inserts `detach` up to version 2.13, and `alias` in later versions
+# PyTorch inserts `detach` up to version 2.13, and `alias` in later versions
+_ALIASES = aten_operators("detach alias")
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,12 @@ def constant_of(value: torch.Tensor) -> float | None:
 @contextlib.contextmanager
 def one_pass() -> Iterator[None]:
     """Trace without cached fake results, garbage collection and stack traces, which take a third of the time."""
-    from torch._dynamo import config  # imports the compiler
+    # Imports the compiler
+    from torch._dynamo import config
 
     collects = gc.isenabled()
-    traces = getattr(fx_config, "do_not_emit_stack_traces", False)  # PyTorch 2.11 does not have this attribute
+    # PyTorch 2.11 does not have this attribute
+    traces = getattr(fx_config, "do_not_emit_stack_traces", False)
     gc.disable()
     fx_config.do_not_emit_stack_traces = True
     try:
@@ -173,7 +176,8 @@ def _any_convolution() -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence logs and graphs that torch.export writes to stderr before raising an exception."""
-    from torch.export import _trace  # this import loads much of the compiler
+    # This import loads much of the compiler
+    from torch.export import _trace
 
     with (
         mock.patch.object(_trace, "print", create=True),
@@ -227,7 +231,8 @@ def code_when_called() -> Iterator[None]:
 
 def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
     """Return a new symbolic size without assumptions, identified by `number`."""
-    from torch._dynamo.source import ConstantSource  # imports the compiler
+    # Imports the compiler
+    from torch._dynamo.source import ConstantSource
 
     def summary(is_debug: bool = False, framework_loc: Any = None) -> Any:
         return SLoc(framework_loc, None), ""
@@ -347,7 +352,8 @@ def partition(
     """Split a joint graph into forward and backward; forward outputs beyond the first `outputs` are saved values."""
     _drop_repeats(joint.graph)
     results = joint.graph.output_node().args[0]
-    for node in ancestors_of(results[:outputs]):  # the default partitioner requires this
+    # The default partitioner requires this
+    for node in ancestors_of(results[:outputs]):
         node.meta["partitioner_tag"] = "is_forward"
     # This import loads much of Inductor.
     from functorch.compile import default_partition, min_cut_rematerialization_partition
@@ -375,7 +381,8 @@ def _drop_repeats(graph: fx.Graph) -> None:
 
 
 def _memory(node: fx.Node) -> list[int]:
-    if "storages" in node.meta:  # in decoded graphs
+    # in decoded graphs
+    if "storages" in node.meta:
         return list(node.meta["storages"])
     value = node.meta.get("val")
     return [value.untyped_storage()._cdata] if isinstance(value, torch.Tensor) else []

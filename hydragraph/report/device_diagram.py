@@ -59,7 +59,8 @@ def _parts(strategy: Strategy, rank: int) -> tuple[DiagramStage, ...]:
     seen = set()
     for place in strategy.places(rank):
         stage = strategy.pipelines[place.pipeline].stages[place.stage]
-        if (place.first_layer, place.last_layer) in seen:  # shared by pipelines
+        # Shared by pipelines
+        if (place.first_layer, place.last_layer) in seen:
             continue
         seen.add((place.first_layer, place.last_layer))
         marks = [f"pipeline {place.pipeline}", f"stage {place.stage}"]

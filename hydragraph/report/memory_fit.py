@@ -70,7 +70,8 @@ class MemoryFit:
                     "rank": rank,
                     "peak_bytes": memory.total,
                     "limit_bytes": limit,
-                    "state": memory.home_weights + memory.optimizer_state,  # keys that earlier versions wrote
+                    # Keys that earlier versions wrote
+                    "state": memory.home_weights + memory.optimizer_state,
                     "shard": memory.home_gradients,
                     **asdict(memory),
                 }
@@ -112,7 +113,8 @@ def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may
     again = recomputing(found.strategy)
     streamed = tuple(streaming_more(found.strategy)) if may_stream else (again,)
     light = [fit(costs, strategy, assignment) for strategy in (again, *streamed)]
-    if light[0].fits:  # partial recomputation may fit
+    # Partial recomputation may fit
+    if light[0].fits:
         light += [fit(costs, recomputing(found.strategy, budget), assignment) for budget in BUDGETS]
     fastest = next((tried for tried in sorted(light, key=lambda tried: tried.seconds) if tried.fits), None)
     if fastest is not None:
@@ -133,7 +135,8 @@ def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may
             return f"sequences of at most {length:,} tokens (data.max_length), one per micro-batch{words}"
     # Last, merge pipelines, which changes how many devices work on a layer.
     for sequence_parallel in (True, False):
-        with suppress(Unsupported):  # the profile may not contain measurements of these stages
+        # The profile may not contain measurements of these stages
+        with suppress(Unsupported):
             for wide, merged in wider(costs, found.strategy, assignment, sequence_parallel):
                 for strategy in (wide, recomputing(wide), *(streaming_more(wide) if may_stream else ())):
                     tried = fit(costs, strategy, merged)

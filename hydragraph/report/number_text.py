@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-_WIDTH = 140  # columns in files
+# Columns in files
+_WIDTH = 140
 
 
 def console() -> Console:

@@ -13,7 +13,8 @@ from hydragraph.report.candidate_comparison import Example, scheme_counts
 TALLEST = 40  # rows
 # Colors from short to long sequences.
 _COLOURS = ("#cfe6c5", "#7cc6b0", "#3f9bb5", "#3b6ea5", "#4c3f86")
-_DARK = 0.45  # on darker colors, the text is white
+# On darker colors, the text is white
+_DARK = 0.45
 
 
 def write_plan_picture(example: Example, path: Path) -> None:

@@ -52,7 +52,8 @@ def _parts(found: WallTime) -> tuple[tuple[str, float], ...]:
 
 def _counts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[tuple[int, int], ...]:
     counts: list[tuple[int, int]] = []
-    change = 0  # ranks gained since the last "resumed" event
+    # Ranks gained since the last "resumed" event
+    change = 0
     for event in events:
         change += len(event.ranks) * ((event.event == "join") - (event.event in ("fault", "leave")))
         if event.event == "resumed":

@@ -41,7 +41,8 @@ def run_report(
         return contents
     costs, trace = traced
     order = {contender.name: i for i, contender in enumerate(contenders)}
-    last = {step.strategy: step for step in trace.steps}  # a strategy's last step includes no compilation
+    # A strategy's last step includes no compilation
+    last = {step.strategy: step for step in trace.steps}
     chosen = sorted(last.values(), key=lambda step: order.get(names.get(step.strategy, ""), len(order)))
     panels = tuple(_panel(costs, trace, step) for step in chosen[:MOST_PANELS])
     return replace(contents, source=(_TRACED,), panels=panels, against=compare(costs, trace))

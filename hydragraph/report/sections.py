@@ -47,7 +47,8 @@ _KIND_NAMES = {
 # Maximum visible rows.
 MOST_ROWS = 30
 MOST_STEPS = 14
-MOST_RANKS = 16  # with separate rows
+# With separate rows
+MOST_RANKS = 16
 COLOURS = 8
 
 
@@ -388,7 +389,8 @@ def _training(report: ReportContents) -> Markup:
         losses.append(Series(evaluated[-1].evaluated, found, "s-held", marks=True, dashed=True))
     loss = line_chart("loss over steps", losses, f"loss, {steps[-1].loss_unit}", lambda y: f"{y:.3f}", marks=marks)
 
-    alone = len(names) == 1  # several lines would cross
+    # Several lines would cross
+    alone = len(names) == 1
     rates = [
         Series(name, points(lambda s: s.tokens_per_s, name), f"s-{i % COLOURS}", marks=True, line=alone)
         for i, name in enumerate(names)

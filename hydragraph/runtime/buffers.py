@@ -16,9 +16,11 @@ from hydragraph.runtime.streams import DeviceStreams, Mark
 
 _LOG = logging.getLogger(__name__)
 
-AHEAD = 2  # maximum number of idle buffers of one size; beyond it, `take` waits until the device has read one
+# Maximum number of idle buffers of one size; beyond it, `take` waits until the device has read one
+AHEAD = 2
 
-Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]  # idle buffers by number of elements and dtype
+# Idle buffers by number of elements and dtype
+Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]
 
 
 class Buffers:

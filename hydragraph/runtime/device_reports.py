@@ -141,7 +141,8 @@ def _new_name(own: DeviceReport, types: Mapping[str, Sequence[DeviceReport]]) ->
     if fastest is None:
         return own.name
     name = f"{own.name}-{round(100 * own.products_per_s / fastest.products_per_s)}"
-    if name in types:  # these devices are equally fast, but differ in memory
+    # These devices are equally fast, but differ in memory
+    if name in types:
         name = f"{name}-{own.memory_bytes / 1e9:.0f}gb"
     return name
 

@@ -209,7 +209,8 @@ class Transfer:
                 self.buffers.give(total)
             return home
 
-        push = Finish(finish, pushes[-1].message)  # messages of the same communicator complete in order
+        # Messages of the same communicator complete in order
+        push = Finish(finish, pushes[-1].message)
         return self._handed_on(push, handing, home)
 
     def _handed_on(self, push: Finish, handing: Exchange | None, home: Tensor) -> Finish:
@@ -282,7 +283,8 @@ class Transfer:
         outgoing = self._gathered(gradients, dtype)
         if outgoing is not gradients:
             buffers.give(gradients)
-        if exchange.in_order and dtype == home.dtype:  # every element has exactly one contribution
+        # Every element has exactly one contribution
+        if exchange.in_order and dtype == home.dtype:
             return self._finish(self._send(Channel.PUSH, home, outgoing), lambda: home, outgoing)
         incoming = buffers.take(sum(exchange.received), dtype)
         message = self._send(Channel.PUSH, incoming, outgoing)

@@ -51,7 +51,8 @@ _MADE_BY = {
     ValueKind.COPYING: Stream.OFFLOAD,
     ValueKind.FETCHED: Stream.OFFLOAD,
 }
-SAYS = 5  # how many numbers `says` returns, which each rank sends at the commit
+# How many numbers `says` returns, which each rank sends at the commit
+SAYS = 5
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,10 @@ class _Iteration:
     aux_buffers: Mapping[str, Tensor]
     scored: ScoredSequences | None
     values: dict[Value, Any] = field(default_factory=dict)
-    arriving: dict[Value, Pending | CopiedTensors] = field(default_factory=dict)  # includes outgoing messages
-    serving: dict[Value, Pending] = field(default_factory=dict)  # pulls to which this rank only sends data
+    # Includes outgoing messages
+    arriving: dict[Value, Pending | CopiedTensors] = field(default_factory=dict)
+    # Pulls to which this rank only sends data
+    serving: dict[Value, Pending] = field(default_factory=dict)
     pushing: dict[Value, Pending] = field(default_factory=dict)
     pushed: bool = False
     # Shards by weights or gradients, and by parameter.
@@ -104,7 +107,8 @@ class _Iteration:
     # For each set of saved values, the storages that are not offloaded.
     staying: dict[Value, set[int]] = field(default_factory=dict)
     received: set[Value] = field(default_factory=set)
-    consumed: list[Mark] = field(default_factory=list)  # marks after the device's reads of received values
+    # Marks after the device's reads of received values
+    consumed: list[Mark] = field(default_factory=list)
     added: set[str] = field(default_factory=set)
     sums: dict[Value, list[Tensor]] = field(default_factory=dict)
     largest: Tensor | None = None
@@ -262,7 +266,8 @@ class Executor:
         # A push is complete only when its sums have been sent to second owners.
         if pending.follows:
             self._begin_handing(it, value, pending)
-        with self.streams.on(stream):  # the compute stream must not wait for this
+        # The compute stream must not wait for this
+        with self.streams.on(stream):
             self._end(it, stream, under_way, value)
 
     def _pull(self, it: _Iteration, instruction: Instruction) -> None:
@@ -349,7 +354,8 @@ class Executor:
         shards = self._weights(it, instruction)
         gradients_in = (value for value in instruction.reads if value.kind is ValueKind.ACTIVATION_GRADIENT)
         tangent = next((it.values[value] for value in gradients_in), None)
-        if tangent is None:  # derivative of the loss with respect to the summed loss
+        # Derivative of the loss with respect to the summed loss
+        if tangent is None:
             tangent = torch.full((), 1.0 / it.divisor, dtype=loss_dtype(self._program), device=self._device)
         elif block.leaves:
             tangent = it.collectives.split(tangent, 1)
@@ -468,7 +474,8 @@ class Executor:
         (value,) = instruction.writes
         tokens = it.batches[value.micro_batch]["input_ids"].shape[1]
         it.consumed = [mark for mark in it.consumed if not self.streams.passed(mark)]
-        if len(it.consumed) >= AHEAD:  # the device may still read values that this rank has freed
+        # The device may still read values that this rank has freed
+        if len(it.consumed) >= AHEAD:
             self.streams.reach(it.consumed.pop(0))
         it.received.add(value)
         with self.streams.on(Stream.P2P), self._watch.communicating():
@@ -495,7 +502,8 @@ class Executor:
             for parameter, shard in self._shards(it, value).items():
                 if parameter not in it.added:
                     shard.zero_()
-            if total is not home:  # the bucket's next push uses another buffer
+            # The bucket's next push uses another buffer
+            if total is not home:
                 it.added.difference_update(it.prepared.shards[value.bucket])
         it.values.pop(value, None)
         it.views.pop(value, None)

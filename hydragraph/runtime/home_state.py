@@ -53,7 +53,8 @@ class OwnedPart:
 
 
 _OF_GROUPS = ("params", "param_names")
-_CLIP_EPS = 1e-6  # as in PyTorch
+# As in PyTorch
+_CLIP_EPS = 1e-6
 
 
 @dataclass(frozen=True, eq=False)

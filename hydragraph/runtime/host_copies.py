@@ -16,7 +16,8 @@ from hydragraph.passes.offload import moves
 from hydragraph.runtime.saved_views import SavedView, restored
 from hydragraph.runtime.streams import DeviceStreams, Mark
 
-Key = tuple[int, torch.dtype]  # address and dtype
+# Address and dtype
+Key = tuple[int, torch.dtype]
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ class Timing:
         self._parts: list[tuple[Stream, str, Reading, Reading]] = []
         self._started: dict[str, Reading] = {}
         self._began = time.perf_counter()
-        self._offset = time.time() - time.perf_counter()  # only wall clocks can be compared between hosts
+        # Only wall clocks can be compared between hosts
+        self._offset = time.time() - time.perf_counter()
 
     @property
     def exposed(self) -> ExposedSeconds:

@@ -18,16 +18,20 @@ from hydragraph.cluster.communicators import Groups
 from hydragraph.runtime.streams import synchronise
 from hydragraph.spec.cluster import Interconnect
 
-SIZES = tuple(4**n for n in range(5, 13))  # message sizes in bytes, from 1 KiB to 16 MiB
-LONGEST_S = 0.1  # if a message takes longer than this, no larger messages are sent
+# Message sizes in bytes, from 1 KiB to 16 MiB
+SIZES = tuple(4**n for n in range(5, 13))
+# If a message takes longer than this, no larger messages are sent
+LONGEST_S = 0.1
 REPEATS = 3
 ROUNDS = 8
 # Links count as equal if their bandwidths have at least the first ratio, and their latencies at most the second.
 ALIKE = 0.8
 LATER = 2.0
 
-Pair = tuple[int, int]  # sender and receiver
-Messages = tuple[tuple[int, float], ...]  # bytes and seconds
+# Sender and receiver
+Pair = tuple[int, int]
+# Bytes and seconds
+Messages = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
             link = link_of(times[by_node[one][0], by_node[other][0]])
             outbound[one] = _faster(outbound[one], link)
             inbound[other] = _faster(inbound[other], link)
-        if number < 1 + len(by_node) % 2:  # in these rounds, every node is in a pair at least once
+        # In these rounds, every node is in a pair at least once
+        if number < 1 + len(by_node) % 2:
             _count_cards(groups, by_node, games, times, cards)
     return MeasuredLinks(tuple(inner), tuple(outbound), tuple(inbound), tuple(cards), messages)
 
@@ -123,7 +128,8 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
     """
     if pairs < 2:
         return 1
-    sharing = min(pairs, max(1, round(together_s / alone_s)))  # pairs per card
+    # pairs per card
+    sharing = min(pairs, max(1, round(together_s / alone_s)))
     return max(1, round(ranks / sharing))
 
 

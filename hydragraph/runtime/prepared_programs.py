@@ -31,7 +31,8 @@ from hydragraph.runtime.exchange import Exchange, hand_exchange, pull_exchange, 
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 
-CAPACITY = 64  # the cache is large, because micro-batch counts vary
+# The cache is large, because micro-batch counts vary
+CAPACITY = 64
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,16 +27,20 @@ from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy_text import regular_pipeline
 
-Lengths = tuple[int, ...]  # lengths of sequences
+# Lengths of sequences
+Lengths = tuple[int, ...]
 
 TOO_SMALL = "the device's memory is too small for micro-batches with enough tokens for a fit"
 WORST_RESIDUAL = 0.25
-LEAST_QUADRATIC = 1e-3  # minimum fraction of the longest micro-batch's time that is quadratic
-QUADRATIC = 0  # the columns of the fit are the sum of l^2 (a), the sum of l (b), and 1 (c)
+# Minimum fraction of the longest micro-batch's time that is quadratic
+LEAST_QUADRATIC = 1e-3
+# The columns of the fit are the sum of l^2 (a), the sum of l (b), and 1 (c)
+QUADRATIC = 0
 LINEAR = 1
 ONCE = 2
 FIRST_NEAR = 3
-PLATEAU = 0.85  # UtilLen (Hydraulis, section 6)
+# UtilLen (Hydraulis, section 6)
+PLATEAU = 0.85
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,8 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
     """Fit latency and bandwidth to message sizes (bytes) and times; return None if times do not grow with size."""
     measured = _positive(seconds, 2)
     rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, dtype=np.float64)], axis=1)
-    alike = np.ones(len(measured))  # this weight makes short and long messages count equally
+    # This weight makes short and long messages count equally
+    alike = np.ones(len(measured))
     latency, per_byte = _nnls(rows, measured, alike)
     if per_byte <= 0:
         return None
@@ -312,7 +317,8 @@ def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
 
 def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Minimize weighted squared relative errors, with scaled columns, because columns differ by up to 10^10."""
-    from scipy.optimize import nnls  # SciPy is imported here, because few ranks compute fits
+    # SciPy is imported here, because few ranks compute fits
+    from scipy.optimize import nnls
 
     # Minimize the sum of w (row x / seconds - 1)^2 = (row sqrt(w) / seconds x - sqrt(w))^2.
     root = np.sqrt(weights)

@@ -50,10 +50,13 @@ from hydragraph.runtime.type_splits import split_types
 from hydragraph.spec import workload
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-UPDATED = (1 << 16, 1 << 21)  # number of elements of the shards whose update is timed
+# Number of elements of the shards whose update is timed
+UPDATED = (1 << 16, 1 << 21)
 CHAIN = 4
-PRECISE = 0.01  # a measurement stops when its relative standard error is below this value
-USABLE = 0.9  # fraction of memory that is usable despite fragmentation
+# A measurement stops when its relative standard error is below this value
+PRECISE = 0.01
+# Fraction of memory that is usable despite fragmentation
+USABLE = 0.9
 
 Progress = Callable[[int, int, str], None]  # done, total, description
 # A forward function, which returns the backward function.

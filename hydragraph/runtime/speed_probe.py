@@ -15,9 +15,11 @@ import torch
 from hydragraph.runtime.streams import synchronise
 from hydragraph.runtime.thread_times import ThreadTimes, unknown
 
-SIZES = {"cpu": 128, "cuda": 2048}  # rows and columns
+# Rows and columns
+SIZES = {"cpu": 128, "cuda": 2048}
 MOST_S = 0.25  # longest probe
-STOP_S = 0.01  # if one product takes longer than this, the process was stopped
+# If one product takes longer than this, the process was stopped
+STOP_S = 0.01
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from hydragraph.ir.link import move
 from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.home_state import HomeState, parameters_within
 
-CHUNK = 128 << 20  # bytes per window
+# Bytes per window
+CHUNK = 128 << 20
 AHEAD = 2
 
 _WEIGHT = ""

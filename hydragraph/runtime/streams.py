@@ -15,8 +15,10 @@ from torch import Tensor
 
 from hydragraph.ir.instruction import Stream
 
-Mark = Any  # a queue position
-Reading = Any  # a clock's value
+# A queue position
+Mark = Any
+# A clock's value
+Reading = Any
 
 
 class Clock:

@@ -9,7 +9,8 @@ from statistics import median
 # Minimum relative differences in time between device types.
 BETWEEN_NODES = 0.05
 WITHIN_NODE = 0.25
-ERRORS = 3  # minimum difference, as a multiple of the standard error
+# Minimum difference, as a multiple of the standard error
+ERRORS = 3
 
 
 def split_types(

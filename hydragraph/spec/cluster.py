@@ -147,7 +147,8 @@ class Node:
     def __post_init__(self) -> None:
         if not isinstance(self.type, str | int | float):
             raise ValueError(f"'type' is {self.type!r}: give the name of a device type")
-        object.__setattr__(self, "type", str(self.type))  # YAML reads 4090 as a number
+        # YAML reads 4090 as a number
+        object.__setattr__(self, "type", str(self.type))
         for name in ("devices", "count", "cards"):
             object.__setattr__(self, name, _whole(name, _positive(name, getattr(self, name))))
         if self.cards > self.devices:
@@ -491,7 +492,8 @@ def _with_link(node: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     sheet = built_in(name)
     if sheet is None or name in map(str, data.get("types") or ()):
         return node
-    only = len(data["nodes"]) == 1 and node.get("count", 1) == 1  # the node's link to other nodes is never used
+    # The node's link to other nodes is never used
+    only = len(data["nodes"]) == 1 and node.get("count", 1) == 1
     return {"inner": sheet.peers, **({"outer": sheet.peers} if only else {}), **node}
 
 

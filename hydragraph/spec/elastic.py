@@ -24,7 +24,8 @@ class Elastic:
     spares: int = 0
     rejoin: bool = True
     grace_s: float = 30.0
-    progress_s: float = 600.0  # this is longer than any instruction takes
+    # This is longer than any instruction takes
+    progress_s: float = 600.0
 
     def __post_init__(self) -> None:
         check_types("", vars(self), Elastic)

@@ -104,7 +104,8 @@ class Home:
         If all given nodes are equal, each rank counts as a node. A home with one copy or a rule is returned unchanged.
         """
         self.check(len(nodes))
-        if self.copies == 1 or self.rule is not None:  # a rule chooses owners on several nodes
+        # A rule chooses owners on several nodes
+        if self.copies == 1 or self.rule is not None:
             return self
         # On a single node, second owners can only be other ranks.
         alone = len(set(nodes)) == 1

@@ -24,7 +24,8 @@ def owners_text(home: Home, buckets: Sequence[str], ranks: int) -> str:
 
 def consecutive(numbers: Iterable[int]) -> list[list[int]]:
     """Divide numbers into runs of consecutive integers."""
-    runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])  # this difference is constant within a run
+    # This difference is constant within a run
+    runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     return [[number for _, number in run] for _, run in runs]
 
 

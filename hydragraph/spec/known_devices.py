@@ -11,8 +11,10 @@ from types import MappingProxyType
 UNKNOWN = 0.65
 # Bytes/s to pinned host memory over 16 PCIe lanes: about 80 % of the published rate.
 PCIE_3, PCIE_4, PCIE_5 = 12e9, 25e9, 50e9
-_VARIANTS = {"laptop", "ti", "d", "super", "mig"}  # words with which drivers name slower or faster variants
-_NEAR = 0.03  # maximum relative difference from a datasheet's peak and bandwidth
+# Words with which drivers name slower or faster variants
+_VARIANTS = {"laptop", "ti", "d", "super", "mig"}
+# Maximum relative difference from a datasheet's peak and bandwidth
+_NEAR = 0.03
 
 
 @dataclass(frozen=True)

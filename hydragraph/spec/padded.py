@@ -86,7 +86,8 @@ def _unpadded(row: dict[str, Any], index: int, own: Collection[str]) -> dict[str
     row = dict(row)
     types = row.get(_TYPES)
     if _TYPES not in own and isinstance(types, Tensor) and not types.any():
-        del row[_TYPES]  # models use zeros if this field is missing
+        # Models use zeros if this field is missing
+        del row[_TYPES]
     mask = row.pop(MASK, None) if MASK not in own else None
     if mask is None:
         return row

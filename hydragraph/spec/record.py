@@ -70,7 +70,8 @@ def _mistake(error: yaml.YAMLError) -> str:
     if remedy.startswith("its ") and error.context_mark is not None:
         mark = error.context_mark
     found = (mark.buffer or "")[mark.pointer : mark.pointer + 1]
-    if found == "\0" and "FOUND" in remedy:  # PyYAML ends a text with this character
+    # PyYAML ends a text with this character
+    if found == "\0" and "FOUND" in remedy:
         remedy = "the text ends here, but a bracket is not closed: add the missing ']' or '}'"
     return f"line {mark.line + 1}, column {mark.column + 1}: {remedy.replace('FOUND', repr(found))}"
 
@@ -141,7 +142,8 @@ def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -
         # The first type of a union, which is the type of an optional section.
         hint = records[0] if len(records) == 1 else hint
     if is_dataclass(hint) and isinstance(hint, type):
-        if isinstance(value, str) and hasattr(hint, "parse"):  # given as text
+        # Given as text
+        if isinstance(value, str) and hasattr(hint, "parse"):
             record: object = hint.parse(value)
             return record
         return from_record(hint, value, path, hints=hints)
@@ -214,7 +216,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_OLD = re.compile(r"[-+]?0[0-7_]+$|.*:")  # numbers in base 8 and base 60
+# Numbers in base 8 and base 60
+_OLD = re.compile(r"[-+]?0[0-7_]+$|.*:")
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")
-DEFAULT_SCHEDULE = SCHEDULES[0]  # texts of strategies omit this default
+# Texts of strategies omit this default
+DEFAULT_SCHEDULE = SCHEDULES[0]
 
 
 def planned_schedules(backend: str) -> tuple[str, ...]:

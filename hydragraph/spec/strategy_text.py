@@ -106,7 +106,8 @@ def _flags(stage: Stage) -> str:
 
 
 class _Token(NamedTuple):
-    text: str  # the empty text marks the end
+    # The empty text marks the end
+    text: str
     start: int
 
 

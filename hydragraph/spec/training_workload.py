@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 
-MOST_SEQUENCES = 100_000  # maximum, because planning larger mini-batches takes minutes
+# Maximum, because planning larger mini-batches takes minutes
+MOST_SEQUENCES = 100_000
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 
-IGNORED = -100  # PyTorch's default ignore_index
+# PyTorch's default ignore_index
+IGNORED = -100
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 

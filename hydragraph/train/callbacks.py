@@ -123,7 +123,8 @@ class WeightsAndBiases:
         folder = RunFolder(Path(config.output))
         name = folder.path.name
         self._run = self._wandb.init(name=name, id=folder.tracked, resume="allow", config=asdict(config))
-        self._run.define_metric("*", step_metric="step")  # unlike wandb's own step, `step` may decrease
+        # Unlike wandb's own step, `step` may decrease
+        self._run.define_metric("*", step_metric="step")
 
     def on_step(self, metrics: Metrics) -> None:
         numbers = {name: value for name, value in asdict(metrics).items() if type(value) in (int, float)}

@@ -6,7 +6,8 @@ import re
 from functools import cache
 from pathlib import Path
 
-TABLES = Path(__file__).with_suffix(".md")  # docs/coming_from.md ends with a copy of TABLES
+# docs/coming_from.md ends with a copy of TABLES
+TABLES = Path(__file__).with_suffix(".md")
 
 
 @cache

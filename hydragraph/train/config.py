@@ -531,8 +531,10 @@ class TrainConfig:
             supervised = self.elastic.min_ranks != 0 and (self.measures or self.elastic.survives)
             self._set("ranks", devices_here(self.device, supervised).ranks if self.automatic else 1)
         if isinstance(self.epochs, int | float) and self.epochs == 0 and self.epochs is not False:
-            self._set("epochs", None)  # `epochs: 0` means that `steps` determines the length of the run
-        if isinstance(self.check, bool) and not self.check:  # YAML reads `off` as False
+            # `epochs: 0` means that `steps` determines the length of the run
+            self._set("epochs", None)
+        # YAML reads `off` as False
+        if isinstance(self.check, bool) and not self.check:
             self._set("check", "off")
         check_fields(self)
         self._check_length()
@@ -540,7 +542,8 @@ class TrainConfig:
         self._check_determinism()
         self._check_data()
         self._check_ranks()
-        callbacks: object = self.callbacks  # YAML may yield None or a list
+        # YAML may yield None or a list
+        callbacks: object = self.callbacks
         self._set("callbacks", () if callbacks in (None, (), []) else check_texts("callbacks", callbacks))
         if self.max_grad_norm == 0:
             raise ValueError("max_grad_norm is 0: use null for no clipping")

@@ -24,7 +24,8 @@ from hydragraph.train.model import adapted, directory_of, dropout_rates, skeleto
 from hydragraph.train.optimizer import optimizer_factory
 from hydragraph.train.plan_input import read_costs
 
-_BYTES_AND_END = 257  # smallest vocabulary of a new tokenizer: 256 bytes and the end-of-text token
+# Smallest vocabulary of a new tokenizer: 256 bytes and the end-of-text token
+_BYTES_AND_END = 257
 _PASSES = 1000
 
 

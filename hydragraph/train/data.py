@@ -30,7 +30,8 @@ from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
 from hydragraph.train.reference_scores import Scores, evaluation_name, train_name
 
 STDLIB = "python-stdlib"
-_ENCODING = 6  # version of the token files' encoding, which is part of the cache key
+# Version of the token files' encoding, which is part of the cache key
+_ENCODING = 6
 _TOKENS = "tokens"
 _TOKENIZER = "tokenizer.json"
 _MOST_STEPS = 10**8
@@ -146,7 +147,8 @@ def _splits(config: TrainConfig) -> tuple[Split, ...]:
 def data_remarks(config: TrainConfig) -> Iterator[str]:
     try:
         template = _template_text(config, _known_tokenizer(config), chats=True)
-    except ValueError:  # `check_data` and the run raise this error
+    except ValueError:
+        # `check_data` and the run raise this error
         template = None
     for name in ("heldout", "evaluation") if not config.evaluates else ():
         if getattr(config.data, name):
@@ -182,12 +184,14 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     # Files are written to a hidden directory, which is renamed when all are complete.
     partial = directory.with_name(f".{directory.name}.partial")
     with _alone(partial):
-        if _is_whole(directory, names):  # another process created the directory
+        # Another process created the directory
+        if _is_whole(directory, names):
             return directory
         check_data(config)
         try:
             _make(config, existing, partial, progress or (lambda what, done, part: None))
-        except ValueError:  # the user must change the data, so the partial files are useless
+        except ValueError:
+            # The user must change the data, so the partial files are useless
             shutil.rmtree(partial, ignore_errors=True)
             raise
         shutil.rmtree(directory, ignore_errors=True)

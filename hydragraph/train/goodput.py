@@ -99,7 +99,8 @@ def _gaps(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Iterator[_G
     stops = list(_stops(events))
     for (begin, _), (end, tokens) in pairwise(ends):
         if not end > begin:
-            continue  # another rank may lead now, and its clock may differ
+            # Another rank may lead now, and its clock may differ
+            continue
         broken = any(since < end and till >= begin for since, till in pauses)
         away_s, paused_s = (_overlap(begin, end, intervals) for intervals in (stops, pauses))
         yield _Gap(end - begin - away_s, tokens, paused_s, broken, not broken and _undisturbed(events, end))

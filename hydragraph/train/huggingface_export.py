@@ -28,8 +28,10 @@ from hydragraph.train.run_folder import Checkpoint, RunFolder
 
 
 def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Path) -> None:
-    model.load_state_dict(dict(state), assign=True)  # `assign` also works on the meta device
-    if not is_peft(model):  # tie_weights fails if adapters replace a tied module
+    # `assign` also works on the meta device
+    model.load_state_dict(dict(state), assign=True)
+    # tie_weights fails if adapters replace a tied module
+    if not is_peft(model):
         model.tie_weights()
     directory.mkdir(parents=True, exist_ok=True)
     with file_errors(directory, directory):
@@ -70,7 +72,8 @@ def write_model(
     model = adapted(skeleton(config.model, vocabulary_of(encoder), end), config.adapter, config.seed)
     shell = check_shell(MetaModel.of(model), merged)
     names, tensors = tensor_names(model), read_weights(checkpoint)
-    if not tensors.keys() >= set(names.values()):  # older versions did not save buffers
+    # Older versions did not save buffers
+    if not tensors.keys() >= set(names.values()):
         tensors = {**initial_buffers(model), **tensors}
     # state: key in the exported files -> tensor. names: the same keys -> names in the checkpoint.
     kept = shell.keys(merged)

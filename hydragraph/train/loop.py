@@ -112,7 +112,8 @@ def train(
         def own() -> tuple[TrainConfig, Checkpoint | None]:
             last = folder.check(config, begin, step)
             if last is not None:
-                read_metrics(folder.metrics)  # raises ValueError for damaged lines
+                # Raises ValueError for damaged lines
+                read_metrics(folder.metrics)
             as_stored = _with_stored_heldout(config, last)
             owned.enter_context(folder.owned())
             return as_stored, last
@@ -154,7 +155,8 @@ def _with_stored_heldout(config: TrainConfig, last: Checkpoint | None) -> TrainC
         return config
     try:
         stored = read_extra(last.path)["user"]["mini_batches"]
-    except Exception:  # `load` reports damage
+    except Exception:
+        # `load` reports damage
         return config
     # The default fraction depends on other settings. A continued run keeps its split, so that it
     # does not train on documents that were held out.
@@ -277,7 +279,8 @@ def _session(given: TrainConfig, start: _Start, launched: _Launched, owned: Exit
         stack.enter_context(naming_the_checkpoint(folder))
         log = stack.enter_context(open_log(folder, done, leader)) if leader is not None else None
         executor.watched = config.watches
-        alone = world.ranks == 1  # a single rank owns all state and cannot change plans
+        # A single rank owns all state and cannot change plans
+        alone = world.ranks == 1
         watches = config.elastic.monitor or (not alone and (config.replans or follows(config, executor)))
         controller = controller_of(config, world, executor) if watches and leader is not None else None
         if controller is not None:
@@ -318,7 +321,8 @@ def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: Mixture, st
         raise ValueError(f"{start.last.path} is past the last step, {config.steps}: raise 'epochs'")
     check_budget(given, batches.tokens)
     if config.evaluates:
-        evaluation_streams(config, prepared.tokens)  # errors of this function must be raised before training starts
+        # Errors of this function must be raised before training starts
+        evaluation_streams(config, prepared.tokens)
 
 
 def _score(prepared: _RunInputs, executor: Any, start: _Start) -> int:
@@ -340,7 +344,8 @@ def _score(prepared: _RunInputs, executor: Any, start: _Start) -> int:
 def _check_checkpoint(path: Path, prepared: _RunInputs, executor: Any) -> None:
     try:
         manifest, extra = read_manifest(path), read_extra(path)
-    except Exception:  # `load` reports damage
+    except Exception:
+        # `load` reports damage
         return
     shapes = {name: parameter.shape for name, parameter in executor.program.parameters.items()}
     check_model(f"checkpoint {path}", manifest.parameters, manifest.optimizer, shapes, kind_of(executor.optimizer))
@@ -450,7 +455,8 @@ def _follow(run: Run, state: TrainState, owned: ExitStack, prepared: _RunInputs)
                 if ending:
                     return _end_early(run, state, ending)
                 if (elastic() or run.pieces is not None) and not state.done and not state.kept:
-                    checkpoint(run, state)  # a rank may be lost before the first scheduled checkpoint
+                    # A rank may be lost before the first scheduled checkpoint
+                    checkpoint(run, state)
                 stopped = _steps(run, state, prepared.launched.stopping)
                 if run.executor.spans is not None:
                     write_spans(run)
@@ -459,7 +465,8 @@ def _follow(run: Run, state: TrainState, owned: ExitStack, prepared: _RunInputs)
                 if not stopped:
                     finish(run, prepared.model, prepared.tokens, state.done)
                 if elastic() or run.pieces is not None:
-                    run.world.gather(None)  # if a rank fails before this call, all ranks recover together
+                    # If a rank fails before this call, all ranks recover together
+                    run.world.gather(None)
             break
         except (RankFailure, Stopped) as error:
             if not elastic():
@@ -560,7 +567,8 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
         if state.saved < state.done:
             checkpoint(run, state)
         if config.checkpoint.asynchronous:
-            run.executor.wait_saved()  # wait, so that the error names the newest checkpoint
+            # Wait, so that the error names the newest checkpoint
+            run.executor.wait_saved()
         raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}") from None
     state.last = (step, report)
     state.done = step
@@ -619,7 +627,8 @@ def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Prepar
     reads = world.local_rank == 0
     together(world, "preparing the data", reads, lambda: verify(config, prepare(config, watched), watched))
     tokens = open_tokens(config, prepare(config))
-    if reads:  # the files may change before a rank joins
+    # The files may change before a rank joins
+    if reads:
         keep(tokens.directory, "data", "data")
     # Hosts prepare their files separately, so the corpora may differ.
     fingerprints = world.gather(tokens.fingerprint)

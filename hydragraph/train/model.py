@@ -129,7 +129,8 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
             try:
                 model: Any = _model_class(config.architecture)(settings)
             except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, KeyError) as error:
-                first = str(error).partition("\n")[0]  # later lines locate C++ code
+                # Later lines locate C++ code
+                first = str(error).partition("\n")[0]
                 raise ValueError(
                     f"model.config: {config.architecture} cannot be built with these settings and a vocabulary of "
                     f"{vocabulary}: {type(error).__name__}: {first}"
@@ -140,7 +141,8 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
             kind: Any = transformers_with_models().AutoModelForCausalLM
             with _read_by_transformers(config):
                 model = kind.from_config(settings, trust_remote_code=config.trust_remote_code)
-            model = model.eval()  # from_pretrained also returns models in eval mode
+            # from_pretrained also returns models in eval mode
+            model = model.eval()
     if config.directory is not None and Path(config.directory, "generation_config.json").is_file():
         from transformers import GenerationConfig
 
@@ -258,7 +260,8 @@ def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
                 "use a model class of transformers, or review the code and set 'model.trust_remote_code: true'"
             ) from error
         if config.trust_remote_code:
-            raise  # the model's own code may have failed
+            # The model's own code may have failed
+            raise
         said = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ValueError(
             f"{where}: transformers cannot read it ({said}): name a complete directory that save_pretrained wrote"

@@ -28,7 +28,8 @@ def step_flops(program: Program, lengths: Sequence[int], scored: bool = False) -
     """
     pairs = cache(lambda reach: sum(map(reach.pairs, lengths)))
     flops = 0.0
-    times = 1  # blocks before the first trainable weight have no backward pass
+    # Blocks before the first trainable weight have no backward pass
+    times = 1
     for block in program.blocks:
         work = operations(program, block, 1)
         times = 3 if work.parameters > work.frozen else times

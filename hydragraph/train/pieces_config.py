@@ -9,7 +9,8 @@ from hydragraph.train.field_checks import check_fields, check_text
 
 
 def _check_unexpanded(name: str, value: object) -> None:
-    check_text(name, value)  # `~` is expanded on each machine
+    # `~` is expanded on each machine
+    check_text(name, value)
 
 
 @dataclass(frozen=True)

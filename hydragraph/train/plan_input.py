@@ -65,7 +65,8 @@ def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | Cluster | None
     if profile is None:
         return cluster
     health = None if plan.health is None else Health.load(plan.health)
-    from hydragraph.cost.costs import Costs  # this import loads numba
+    # This import loads numba
+    from hydragraph.cost.costs import Costs
 
     try:
         return Costs(profile, cluster, health)
@@ -109,7 +110,8 @@ def read_candidates(texts: Sequence[str]) -> list[list[Scheme]]:
         if "[" in text:
             raise ValueError(f"--strategy {i}: {text!r} is not supported: write regular pipelines, as in <tp4,pp2>")
         try:
-            pipelines, _ = parse_strategy(text, layers=1024)  # pipeline schemes do not depend on the number of layers
+            # Pipeline schemes do not depend on the number of layers
+            pipelines, _ = parse_strategy(text, layers=1024)
         except ValueError as error:
             raise ValueError(f"--strategy {i}: {error}") from error
         candidates.append([(p.stages[0].tp, len(p.stages)) for p in pipelines])

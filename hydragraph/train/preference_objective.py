@@ -18,7 +18,8 @@ from hydragraph.frontend.packed_inputs import token_logprobs
 from hydragraph.train.objective_config import DpoConfig, OrpoConfig, PairLoss, SimpoConfig
 
 WEIGHTS = "weights"
-_SURE = -1e-7  # maximum log-probability per token, because odds are infinite at 0
+# Maximum log-probability per token, because odds are infinite at 0
+_SURE = -1e-7
 
 
 def weighted_logprobs(outputs: Any, batch: dict[str, Tensor]) -> Tensor:

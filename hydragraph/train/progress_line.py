@@ -40,7 +40,8 @@ class Screen:
         self._began = clock()
         self._printed = clock()
         self._first: tuple[int, float] | None = None
-        self._part = (0.0, clock())  # finished fraction and time when the activity started
+        # Finished fraction and time when the activity started
+        self._part = (0.0, clock())
         self._hearing = ExitStack()
 
     def __enter__(self) -> Screen:
@@ -79,7 +80,8 @@ class Screen:
         now = self._clock()
         # The first step is not timed, because it compiles graphs.
         self._first = self._first or (metrics.step, now)
-        strategy = metrics.strategy.partition("@")[0]  # omit the strategy's fingerprint
+        # Omit the strategy's fingerprint
+        strategy = metrics.strategy.partition("@")[0]
         numbers = "  ".join(filter(None, (*_numbers(metrics), self._left(metrics.step, now), strategy)))
         self._describe("training")
         self._update(metrics.step, numbers)

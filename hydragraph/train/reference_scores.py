@@ -103,7 +103,8 @@ class ReferenceScores:
                 self._write(world)
                 written = time.monotonic()
         self._write(world)
-        world.gather(None)  # no rank trains before the file is complete
+        # No rank trains before the file is complete
+        world.gather(None)
         return 0
 
     def _drawn(self, steps: int) -> Iterator[list[tuple[str, int]]]:

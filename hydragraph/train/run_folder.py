@@ -45,18 +45,24 @@ class _FolderEntry:
 class RunFolder:
     path: Path
 
-    owner = _FolderEntry("owner.json")  # describes the process that holds the lock, and the run's start time
-    config = _FolderEntry("config.yaml")  # the resolved config
+    # Describes the process that holds the lock, and the run's start time
+    owner = _FolderEntry("owner.json")
+    # The resolved config
+    config = _FolderEntry("config.yaml")
     metrics = _FolderEntry("metrics.jsonl")
     tensorboard = _FolderEntry("tensorboard")
     events = _FolderEntry("events.jsonl")
     ranks = _FolderEntry("ranks.json")
-    slow = _FolderEntry("slow.json")  # slow ranks (`straggler_file`)
+    # slow ranks (`straggler_file`)
+    slow = _FolderEntry("slow.json")
     picture = _FolderEntry("loss.png")
-    trace = _FolderEntry("trace.json")  # trace for Perfetto
-    corrections = _FolderEntry("corrections.json")  # written by `hydragraph compare`
+    # trace for Perfetto
+    trace = _FolderEntry("trace.json")
+    # Written by `hydragraph compare`
+    corrections = _FolderEntry("corrections.json")
     model = _FolderEntry("model")
-    tokenizer = _FolderEntry("tokenizer")  # tokenizer for transformers
+    # tokenizer for transformers
+    tokenizer = _FolderEntry("tokenizer")
     reference = _FolderEntry("reference.npz")
     checkpoints = _FolderEntry("checkpoints")
 
@@ -110,7 +116,8 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         directory, run = self.identity
         if last is None or step is not None or config.checkpoint.pieces is None:
-            run = ""  # under a new name, the run does not read earlier pieces
+            # Under a new name, the run does not read earlier pieces
+            run = ""
         tracked = self.tracked if last is not None and step is None else ""
         record = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}
         names = {"folder": directory or f"{self.path.absolute().name}-{_new_name()}", "run": run or _new_name()}

@@ -38,7 +38,8 @@ def _try(what: str, make: Callable[[], Pieces]) -> None:
         shelf.drop(folder)
     except ImportError as error:
         raise ValueError(f"{what}: {error}") from error
-    except Exception as error:  # fsspec's drivers raise various types of errors
+    except Exception as error:
+        # fsspec's drivers raise various types of errors
         raise ValueError(
             f"{what}: a test file cannot be written ({type(error).__name__}: {error}): correct the path or credentials"
         ) from error

@@ -31,8 +31,10 @@ from hydragraph.train.stragglers.lateness import Lateness
 from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent
 from hydragraph.train.train_state import Run, TrainState, ahead_of
 
-TAKEOVER_S = 5.0  # maximum seconds to wait until a lost rank releases the folder
-_FENCED_S = 1.0  # maximum seconds to wait if disconnected machines have already ended their ranks
+# Maximum seconds to wait until a lost rank releases the folder
+TAKEOVER_S = 5.0
+# Maximum seconds to wait if disconnected machines have already ended their ranks
+_FENCED_S = 1.0
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
@@ -59,7 +61,8 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
     # last: the last step that was trained; steps after the restored one are lost.
     turns = () if config.plan.choose else survived.strategies
     last, idle_s = state.done, 0.0
-    if last < 0 and world.rank == 0:  # all earlier ranks are lost
+    # All earlier ranks are lost
+    if last < 0 and world.rank == 0:
         before, (last, idle_s) = len(survived.lost), _written(folder)
     lost_to = None if survived.restored is None else last
     run = replace(run, world=world, strategies=turns, controller=None, watcher=None)

@@ -48,9 +48,11 @@ def load(
             assert executor.optimizer is not None, "a training run has an optimizer"
             settings = hyperparameters(executor.optimizer)
             extra = executor.load(last.path if pieces is None else (pieces, last.path))
-            set_hyperparameters(executor, settings)  # use the config's hyperparameters, not the checkpoint's
+            # Use the config's hyperparameters, not the checkpoint's
+            set_hyperparameters(executor, settings)
             return last, extra
-        except ValueError as error:  # the error may be Damaged on only some ranks
+        except ValueError as error:
+            # The error may be Damaged on only some ranks
             # All ranks try the earlier checkpoint if any rank finds this one damaged.
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise

@@ -13,7 +13,8 @@ from hydragraph.data.json_object import read_object
 
 _BYTES_PER_TOKEN = 4
 _SMALL_BYTES = 1 << 20
-_FEWEST = 256  # tokens per step
+# Tokens per step
+_FEWEST = 256
 
 
 @dataclass(frozen=True)

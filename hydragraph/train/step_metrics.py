@@ -129,7 +129,8 @@ def _await_later_name(events: Path) -> None:
     """
     begun = [path.name.split(".")[3] for path in events.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in begun if second.isdecimal()), default=0)
-    while newest == int(time.time()):  # do not wait if `newest` is in the future
+    # Do not wait if `newest` is in the future
+    while newest == int(time.time()):
         time.sleep(0.05)
 
 
@@ -169,10 +170,12 @@ class MetricsLog:
         if self._tensorboard is None:
             return
         try:
-            self._tensorboard.close()  # fails if the run's folder is gone
+            # Fails if the run's folder is gone
+            self._tensorboard.close()
         except OSError:
             if kind is None:
-                raise  # an error that ended the run takes precedence
+                # An error that ended the run takes precedence
+                raise
 
     def write(self, metrics: Metrics) -> None:
         """Write one step's metrics; raise OSError if the disk is full or the file was replaced."""
@@ -216,7 +219,8 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux reports kilobytes
+    # Linux reports kilobytes
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def tensorboard_installed() -> bool:
@@ -226,7 +230,8 @@ def tensorboard_installed() -> bool:
 def _line(metrics: Metrics) -> str:
     record = asdict(metrics)
     for values in (record, record["eval_losses"]):
-        values.update({name: None for name, value in values.items() if value != value})  # JSON has no NaN
+        # JSON has no NaN
+        values.update({name: None for name, value in values.items() if value != value})
     return json.dumps(record) + "\n"
 
 

@@ -49,22 +49,31 @@ class Run:
     world: World
     folder: RunFolder
     executor: Executable
-    strategies: tuple[Strategy, ...]  # steps use these in turn; empty if the executor chooses
+    # Steps use these in turn; empty if the executor chooses
+    strategies: tuple[Strategy, ...]
     evaluation: Mapping[str, list[list[Drawn]]]
-    watcher: Watcher | None = None  # None except on rank 0
+    # None except on rank 0
+    watcher: Watcher | None = None
     log: MetricsLog | None = None
     controller: Controller | None = None
     peak_flops_per_s: float | None = None
-    callbacks: Callbacks = field(default_factory=Callbacks)  # empty except on rank 0
+    # Empty except on rank 0
+    callbacks: Callbacks = field(default_factory=Callbacks)
     saving: list[tuple[int, Path]] = field(default_factory=list)
     traced: list[TracedStep] = field(default_factory=list)
-    expectation: ExpectedTimes = field(default_factory=ExpectedTimes)  # covers this session, and is used on rank 0 only
-    watched: tuple[int, ...] = ()  # member number (`cluster.rendezvous`) of each rank
-    evaluate_at: frozenset[int] = frozenset()  # steps of `config.evaluate_per_epoch`
-    checkpoint_at: frozenset[int] = frozenset()  # steps of `config.checkpoint_per_epoch`
+    # Covers this session, and is used on rank 0 only
+    expectation: ExpectedTimes = field(default_factory=ExpectedTimes)
+    # Member number (`cluster.rendezvous`) of each rank
+    watched: tuple[int, ...] = ()
+    # Steps of `config.evaluate_per_epoch`
+    evaluate_at: frozenset[int] = frozenset()
+    # Steps of `config.checkpoint_per_epoch`
+    checkpoint_at: frozenset[int] = frozenset()
     pieces: Pieces | None = None
-    settings: Sequence[Mapping[str, Any]] = ()  # hyperparameters by group
-    joined: Callable[[], Run] | None = None  # set on joining ranks; returns the complete `Run` after ranks meet
+    # Hyperparameters by group
+    settings: Sequence[Mapping[str, Any]] = ()
+    # Set on joining ranks; returns the complete `Run` after ranks meet
+    joined: Callable[[], Run] | None = None
 
     @property
     def pairs(self) -> PairedSteps | None:

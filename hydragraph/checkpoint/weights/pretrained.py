@@ -26,7 +26,8 @@ from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.shard_boxes import sharded_weights
 
 _LOG = logging.getLogger(__name__)
-_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # safetensors dtypes that can be converted to fp32
+# Safetensors dtypes that can be converted to fp32
+_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 
 @dataclass(frozen=True, eq=False)

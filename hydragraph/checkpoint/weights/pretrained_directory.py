@@ -113,7 +113,8 @@ def _built_in_fp32(model: Any) -> Iterator[str]:
         with torch.device("meta"):
             built = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
     except Exception:
-        return  # from_pretrained also fails
+        # from_pretrained also fails
+        return
     yield from (key for key, tensor in built.state_dict().items() if tensor.dtype == torch.float32)
 
 

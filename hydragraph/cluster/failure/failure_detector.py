@@ -92,7 +92,8 @@ class FailureDetector:
             self._ended[rank] = self._ended.get(rank, 0.0) + elapsed if ended and not sighting.progress.left else 0.0
             self._stopped[rank] = self._stopped.get(rank, 0.0) + elapsed if stopped and still else 0.0
         for rank, seconds in self._ended.items():
-            if seconds >= ENDED_S:  # the launcher may first report how the process ended
+            # The launcher may first report how the process ended
+            if seconds >= ENDED_S:
                 return Accusation(rank, ENDED)
         return self._longest(self._limit_s)
 

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _DEATH = "hydragraph/death"
-NAMESPACE = "hydragraph/watch"  # key under which the newest watch's namespace is stored
+# Key under which the newest watch's namespace is stored
+NAMESPACE = "hydragraph/watch"
 
 
 @dataclass(frozen=True)

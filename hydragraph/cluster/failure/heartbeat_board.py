@@ -37,16 +37,19 @@ class RankProgress:
 
 
 class _Line(ctypes.Structure):
+    # 256 bytes in total, a multiple of a cache line
     _fields_ = (
         ("moves", ctypes.c_int64),
         ("step", ctypes.c_int64),
-        ("index", ctypes.c_int64),  # index of the current instruction + 1, or 0 outside a step
+        # index of the current instruction + 1, or 0 outside a step
+        ("index", ctypes.c_int64),
         ("progress_s", ctypes.c_double),
         ("waiting", ctypes.c_bool),
         ("left", ctypes.c_bool),
-        ("finished", ctypes.c_bool),  # whether the rank has closed its watch; also set after a fault
+        # Whether the rank has closed its watch; also set after a fault
+        ("finished", ctypes.c_bool),
         ("call", ctypes.c_char * 221),
-    )  # 256 bytes in total, a multiple of a cache line
+    )
 
 
 class HeartbeatBoard:
@@ -124,7 +127,8 @@ class HeartbeatBoard:
         self.lines[self.ranks].progress_s = seconds
 
     def close(self) -> None:
-        del self.lines  # unmaps the memory
+        # Unmaps the memory
+        del self.lines
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
         if self._remove is not None:

@@ -41,9 +41,11 @@ _BEAT_S = 0.25
 _ROLL_S = 1.0
 # Timeouts of the store; PyTorch retries for twice as long.
 _PATIENCE, _LITTLE = timedelta(seconds=10), timedelta(seconds=2)
-_IDLE_S = 3.0  # a sentinel exits if its machine has had no ranks for this time
+# A sentinel exits if its machine has had no ranks for this time
+_IDLE_S = 3.0
 _LOOK_S = 0.5
-_STARTS = 3  # maximum number of attempts to start; a machine without a sentinel counts as lost
+# Maximum number of attempts to start; a machine without a sentinel counts as lost
+_STARTS = 3
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Sentinel:
                 "hydragraph.cluster.failure.node_sentinel",
                 *arguments,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C must not end the sentinel
+                # Ctrl-C must not end the sentinel
+                start_new_session=True,
             )
 
 

@@ -11,14 +11,17 @@ from enum import Enum
 from pathlib import Path
 
 _PROC = Path("/proc")
-_STOPPED = frozenset("Tt")  # T: stopped by a signal; t: stopped by a debugger
-_ENDED = frozenset("ZXx")  # Z: zombie, which has ended; X, x: dead
+# T: stopped by a signal; t: stopped by a debugger
+_STOPPED = frozenset("Tt")
+# Z: zombie, which has ended; X, x: dead
+_ENDED = frozenset("ZXx")
 
 
 class ProcessState(Enum):
     """State of a process; without /proc, a stopped process appears to be running."""
 
-    RUNNING = "running"  # includes processes that sleep or wait for a disk
+    # Includes processes that sleep or wait for a disk
+    RUNNING = "running"
     STOPPED = "stopped"
     ENDED = "ended"
 

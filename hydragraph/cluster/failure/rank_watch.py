@@ -57,13 +57,19 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-CLOSED = "close"  # if a rank has closed its executable, the text of its last call begins with this
+# If a rank has closed its executable, the text of its last call begins with this
+CLOSED = "close"
 _REMEDY = "restart all ranks and load the last checkpoint"
-_POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
-_LOOKED_AT = 8  # average number of ranks that one poll checks
-_ROLL_S = 1.0  # seconds between checks for newly registered ranks
-_HEAD_START = timedelta(seconds=0.3)  # time that waits on a closed connection need to fail
-_LAST_CHANCE = timedelta(seconds=0.5)  # time that waits need to end after the shutdown
+# A poll of the store costs 30-95 us
+_POLL = timedelta(seconds=0.1)
+# Average number of ranks that one poll checks
+_LOOKED_AT = 8
+# Seconds between checks for newly registered ranks
+_ROLL_S = 1.0
+# Time that waits on a closed connection need to fail
+_HEAD_START = timedelta(seconds=0.3)
+# Time that waits need to end after the shutdown
+_LAST_CHANCE = timedelta(seconds=0.5)
 _MEETING = timedelta(seconds=30)
 _TOGETHER = (ValueError, FloatingPointError, Stopped)
 _AGREED = "_hydragraph_agreed"
@@ -192,7 +198,8 @@ class RankWatch:
                 if isinstance(error, _Disconnected) or not getattr(error, _AGREED, False):
                     self._fail(error)
                 raise
-            except BaseException as error:  # the user interrupts this process, or the process ends
+            except BaseException as error:
+                # The user interrupts this process, or the process ends
                 self.report(error)
                 raise
 
@@ -361,7 +368,8 @@ class RankWatch:
         while self._fault is None and time.monotonic() < deadline:
             accused = self._judge.suspect(SUSPECT_S)
             if accused is not None and self._death is None:
-                time.sleep(2 * _POLL.total_seconds())  # give the launcher time to report first
+                # Give the launcher time to report first
+                time.sleep(2 * _POLL.total_seconds())
                 self._accuse(accused)
             time.sleep(_POLL.total_seconds() / 2)
         if self._fault is None:
@@ -387,7 +395,8 @@ class RankWatch:
             self._thread.join()
         self._thread = None
         self._waiter.close()
-        if self._asker.close():  # otherwise `_asker` may still read the board
+        # Otherwise `_asker` may still read the board
+        if self._asker.close():
             self._board.close()
         atexit.unregister(self._end_of_process)
 
@@ -403,7 +412,8 @@ class RankWatch:
             self._look(stopwatch.elapsed())
             if self._fault is not None:
                 if self._fault.stalled:
-                    self._write_stacks(self._fault)  # write them before the shutdown, after which this process may end
+                    # Write them before the shutdown, after which this process may end
+                    self._write_stacks(self._fault)
                 if not self._stopped.wait(_HEAD_START.total_seconds()):
                     self._cut()
                 return
@@ -511,7 +521,8 @@ class RankWatch:
         return beside[-1] if beside else self._instruction(self.rank)
 
     def _described(self, rank: int, index: int, step: int) -> str:
-        with suppress(Exception):  # a bad description must not hide the fault
+        # A bad description must not hide the fault
+        with suppress(Exception):
             if (describe := self._describe()) is not None:
                 return describe(rank, index, step)
         return f"instruction {index}"

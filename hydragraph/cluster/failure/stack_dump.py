@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 
-_ASK = getattr(signal, "SIGRTMIN", 0) + 9  # other code is unlikely to use this signal
+# Other code is unlikely to use this signal
+_ASK = getattr(signal, "SIGRTMIN", 0) + 9
 _STDERR = 2
 
 

@@ -70,7 +70,8 @@ class StorePoller:
             except OSError as error:
                 if other is not None:
                     other[1].set_exception(error)
-            except Exception:  # the store's error, whose type depends on PyTorch's version
+            except Exception:
+                # The store's error, whose type depends on PyTorch's version
                 self.gone = True
                 if other is not None:
                     other[1].set_exception(StoreUnavailable())

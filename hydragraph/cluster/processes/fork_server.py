@@ -104,7 +104,8 @@ def _as_usual() -> None:
         from tqdm import tqdm
     except ImportError:
         return
-    tqdm.set_lock(threading.RLock())  # torch.fx creates a progress bar for every graph
+    # torch.fx creates a progress bar for every graph
+    tqdm.set_lock(threading.RLock())
 
 
 if _VARIABLE in os.environ:

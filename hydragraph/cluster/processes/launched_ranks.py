@@ -45,8 +45,10 @@ from hydragraph.cluster.processes.rendezvous_stores import client
 from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.errors import RankFailure
 
-_GRACE_S = 8.0  # time in which other ranks can fail on their own
-_CULPRIT_S = 2.0  # time in which the rank at fault can report its error
+# Time in which other ranks can fail on their own
+_GRACE_S = 8.0
+# Time in which the rank at fault can report its error
+_CULPRIT_S = 2.0
 _EXIT_S = 5.0
 _STOPPED_LOOK_S = 0.05
 _LOOK_S = 0.5
@@ -164,7 +166,8 @@ def forget(member: RankHandle) -> None:
 
 def _close(member: RankHandle) -> None:
     member.process.join(_EXIT_S)
-    if member.process.is_alive():  # the process is in a system call that ignores signals
+    # The process is in a system call that ignores signals
+    if member.process.is_alive():
         _LOG.warning("process %s was killed but has not ended", member.process.pid)
     else:
         member.process.close()
@@ -246,7 +249,8 @@ def outcome_of(member: RankHandle) -> Outcome:
             outcome: Returned | Raised | Departed = member.connection.recv()
             return outcome
     except (EOFError, OSError):
-        pass  # the process died
+        # The process died
+        pass
     when = time.monotonic()
     if isinstance(member.process, NotStarted):
         return Died(when, member.process.how)
@@ -258,7 +262,8 @@ def outcome_of(member: RankHandle) -> Outcome:
     if code < 0:
         why = ", often because the host is out of memory" * (code == -signal.SIGKILL)
         return Died(when, f"killed by signal {-code} ({signal.Signals(-code).name}){why}")
-    if code == 1:  # a rank that has begun reports its errors itself
+    # A rank that has begun reports its errors itself
+    if code == 1:
         return Died(when, f"exited with code 1 while it started; if it could not import this script, {GUARD}")
     return Died(when, f"exited with code {code} before it returned")
 

@@ -36,7 +36,8 @@ from hydragraph.cluster.processes.preloaded_imports import import_named
 from hydragraph.private.torch_modes import untouched
 
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-_ENDING_S = 0.2  # time in which threads must end before a fork
+# Time in which threads must end before a fork
+_ENDING_S = 0.2
 
 # Process id of the forked server; the next launch forks a new server.
 _forks: list[int] = []
@@ -120,7 +121,8 @@ def _end_fork(server: Any) -> None:
     if server._forkserver_pid is None:
         return
     with suppress(OSError):
-        os.kill(server._forkserver_pid, signal.SIGKILL)  # a normal exit would remove the launcher's directory
+        # A normal exit would remove the launcher's directory
+        os.kill(server._forkserver_pid, signal.SIGKILL)
         os.waitpid(server._forkserver_pid, 0)
     os.close(server._forkserver_alive_fd)
     with suppress(OSError):
@@ -141,7 +143,8 @@ def _be_server(
         # pyrefly: ignore[missing-attribute]  # not in typeshed
         _as_new({listener, alive, resource_tracker._resource_tracker._fd})
         import_named(classes)
-        gc.freeze()  # garbage collection of current objects would copy their memory pages
+        # Garbage collection of current objects would copy their memory pages
+        gc.freeze()
         outlive_signals()
         outlive_failed_forks()
         forkserver._forkserver.__init__()
@@ -171,12 +174,14 @@ def _as_new(kept: set[int]) -> None:
     logging.root.setLevel(logging.WARNING)
     # Reloading the module restores `-W error`.
     _warnings.filters[:] = [entry for entry in _warnings.filters if entry[0] != "error"]
-    importlib.reload(warnings)  # this ends any recording of warnings
+    # This ends any recording of warnings
+    importlib.reload(warnings)
     _forget_files(kept)
     _kept.extend((sys.stdout, sys.stderr, sys.modules["__main__"]))
     sys.stdout = TextIOWrapper(FileIO(1, "w", closefd=False), line_buffering=os.isatty(1))
     sys.stderr = TextIOWrapper(FileIO(2, "w", closefd=False), errors="backslashreplace", line_buffering=True)
-    sys.modules["__main__"] = ModuleType("__main__")  # the launcher's script is imported again, as a module
+    # The launcher's script is imported again, as a module
+    sys.modules["__main__"] = ModuleType("__main__")
     random.seed()
     torch.default_generator.set_state(torch.Generator().get_state())
     if "numpy" in sys.modules:

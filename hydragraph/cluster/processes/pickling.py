@@ -28,7 +28,8 @@ def sent(value: object) -> bytes:
 def _can_be_imported(main: ModuleType) -> bool:
     named = getattr(main, "__spec__", None) is not None  # python -m
     path = getattr(main, "__file__", None)
-    is_file = path is not None and Path(path).is_file()  # stdin's is "<stdin>"
+    # stdin's is "<stdin>"
+    is_file = path is not None and Path(path).is_file()
     return (named or is_file) and not sys.flags.interactive
 
 
@@ -40,7 +41,8 @@ def nothing_else_imported() -> Iterator[None]:
     if path is None or _can_be_imported(main):
         yield
         return
-    del main.__file__  # otherwise multiprocessing would run the file in the new process
+    # Otherwise multiprocessing would run the file in the new process
+    del main.__file__
     try:
         yield
     finally:

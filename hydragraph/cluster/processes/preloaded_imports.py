@@ -38,7 +38,8 @@ def import_named(classes: Collection[str]) -> None:
 
         for name in sorted(classes):
             with suppress(Exception):
-                getattr(transformers, name)  # this imports the module of the class
+                # This imports the module of the class
+                getattr(transformers, name)
 
 
 def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:

@@ -167,7 +167,8 @@ def begin(
         watch = newest_watch()
         if watch is not None:
             watch.close()
-    except BaseException as error:  # includes an interrupt while the watch closes
+    except BaseException as error:
+        # Includes an interrupt while the watch closes
         outcome = raised(error)
         _tell_the_others(error)
     # A partly sent outcome would look like the death of this process.
@@ -177,7 +178,8 @@ def begin(
     if not isinstance(outcome, Returned):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(int(isinstance(outcome, Raised)))  # destroying communicators could block
+        # Destroying communicators could block
+        os._exit(int(isinstance(outcome, Raised)))
     with contextlib.suppress(OSError, KeyboardInterrupt):
         connection.poll(None)
 
@@ -189,7 +191,8 @@ def _allow_many_files() -> None:
 
 
 def _work(work: bytes, prepared: Readable | None) -> tuple[Any, tuple[Any, ...]]:
-    gc.freeze()  # garbage collection of imported objects would copy their memory pages
+    # Garbage collection of imported objects would copy their memory pages
+    gc.freeze()
     function, args = pickle.loads(work)
     if prepared is not None:
         args = (prepared.read(), *args)
@@ -214,7 +217,8 @@ def _take(seat: Seat) -> None:
         MASTER_PORT=str(seat.port),
     )
     if torch.backends.cuda.is_built():
-        set_cuda_environment(os.environ)  # must happen before CUDA starts
+        # Must happen before CUDA starts
+        set_cuda_environment(os.environ)
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     on_this_machine = seat.host.startswith("127.") or seat.host in ("localhost", "::1")
     # The host's name may resolve to an external or invalid address.

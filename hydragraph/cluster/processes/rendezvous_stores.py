@@ -35,7 +35,8 @@ def listening(address: str, port: int, backlog: int | None = None) -> socket.soc
         with suppress(OSError):
             return socket.create_server((addresses[0], port), family=family, backlog=backlog)
     if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # fails if the kernel supports IPv6 but IPv6 is disabled
+        # Fails if the kernel supports IPv6 but IPv6 is disabled
+        with suppress(OSError):
             return socket.create_server(("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=backlog)
 

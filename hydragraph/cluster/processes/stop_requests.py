@@ -18,9 +18,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from typing import Any, Protocol
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_RESERVED = 0.1  # fraction of the grace period in which processes must end
+# Fraction of the grace period in which processes must end
+_RESERVED = 0.1
 _RESERVED_AT_MOST_S = 2.0
-_SHOW_CURSOR = "\x1b[?25h"  # shows the cursor, which a progress bar hides
+# Shows the cursor, which a progress bar hides
+_SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupted(BaseException):

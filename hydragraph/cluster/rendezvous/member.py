@@ -28,10 +28,13 @@ from hydragraph.private.process_groups import drop_all
 
 _LOG = logging.getLogger(__name__)
 
-_POLL_S = 0.01  # seconds between polls while a member waits for a generation
-_EAR_S = 0.05  # seconds between polls while a member works
+# Seconds between polls while a member waits for a generation
+_POLL_S = 0.01
+# Seconds between polls while a member works
+_EAR_S = 0.05
 
-CALLED = 1000  # value of `Executable.stopping` if the coordinator calls this member; exceeds all signal numbers
+# Value of `Executable.stopping` if the coordinator calls this member; exceeds all signal numbers
+CALLED = 1000
 
 
 class MemberDismissed(BaseException):

@@ -13,7 +13,8 @@ from hydragraph.cluster.failure.time_limits import CUT_S
 
 HEALED_S = 2.0
 
-Pair = tuple[int, int]  # the machine with the lower number comes first
+# The machine with the lower number comes first
+Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,11 @@ from hydragraph.cluster.unreachable import TOLD_S
 _LOG = logging.getLogger(__name__)
 
 BEAT_S = 0.25
-_FRESH_S = 1.0  # a machine that sent a message within this time is neither lost nor paused
+# A machine that sent a message within this time is neither lost nor paused
+_FRESH_S = 1.0
 _ASK_S = 5.0
-_ELECTED_S = 0.8  # time limit for one attempt to reach an elected leader; must be below `DOUBT_S`
+# Time limit for one attempt to reach an elected leader; must be below `DOUBT_S`
+_ELECTED_S = 0.8
 
 
 @dataclass(frozen=True)
@@ -483,7 +485,8 @@ class AgentLinks:
         link = Link(connection, SILENT_S)
         post = _Post(link)
         with self._lock:
-            closed = self._closed  # a blocked `accept` accepts one more connection
+            # A blocked `accept` accepts one more connection
+            closed = self._closed
             refusal = self.nodes.refusal(hello.node, hello.devices)
             before = None if closed or refusal else self._register(hello, post)
         if closed:
@@ -506,9 +509,11 @@ class AgentLinks:
             message = link.hear(BEAT_S)
             if isinstance(message, Ended):
                 outcome = message.outcome
-                if isinstance(outcome, Raised | Died):  # the machines' clocks differ
+                # The machines' clocks differ
+                if isinstance(outcome, Raised | Died):
                     outcome = replace(outcome, when=time.monotonic())
-                if message.number in post.processes:  # after a reconnection, the process may belong to an earlier link
+                # After a reconnection, the process may belong to an earlier link
+                if message.number in post.processes:
                     post.processes[message.number].ended(outcome)
             elif isinstance(message, Leaving):
                 post.leaving = True
@@ -524,7 +529,8 @@ class AgentLinks:
         if not self._closed:
             _LOG.warning("%s", _lost(hello.node, link))
         if self.nodes.election is not None and not self._closed and link.silent_s < SILENT_S:
-            time.sleep(GRACE_S)  # the machine may first check whether this leader has ended
+            # The machine may first check whether this leader has ended
+            time.sleep(GRACE_S)
         with self._lock:
             processes = list(post.processes.values())
         for process in processes:

@@ -16,7 +16,8 @@ from hydragraph.cluster.supervision.leadership import Lease, LeaseView, asking, 
 
 _LOG = logging.getLogger(__name__)
 
-_ASK_S = 0.4  # between two requests
+# Between two requests
+_ASK_S = 0.4
 _FENCE_S = 0.05
 _FIRST_S = 30.0
 
@@ -39,7 +40,8 @@ class Election:
         self.record = ""
         self._text = ""
         self._fence: tuple[Callable[[LeaseView, float], bool], Callable[[], None]] | None = None
-        self.silent = ""  # reason why the register does not answer; "" if it answers
+        # Reason why the register does not answer; "" if it answers
+        self.silent = ""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         deadline = time.monotonic() + _FIRST_S

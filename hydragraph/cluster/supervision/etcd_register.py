@@ -38,7 +38,8 @@ class EtcdRegister:
         self._clients: list[Any] = []
         for host, port in endpoints:
             session = requests.Session()
-            session.trust_env = False  # no web proxies
+            # No web proxies
+            session.trust_env = False
             self._clients.append(Etcd3Client(host, port, timeout=_ASK_S, session=session))
         self._asking = threading.Lock()
         name = hashlib.sha256(run.encode()).hexdigest()[:16]

@@ -15,14 +15,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 TTL_S = 5.0
-MARGIN_S = 0.5  # safety margin for the end of processes, and for clocks that differ
-STAGGER_S = 0.3  # additional wait, multiplied by the machine's index
-FIRST_S = 2.0  # wait before taking a free lease, multiplied by the machine's index
+# Safety margin for the end of processes, and for clocks that differ
+MARGIN_S = 0.5
+# Additional wait, multiplied by the machine's index
+STAGGER_S = 0.3
+# Wait before taking a free lease, multiplied by the machine's index
+FIRST_S = 2.0
 REACH_S = 3.0
 # Time that a new leader waits for machines; exceeds TTL_S, REACH_S, and the rest of `UNREACHABLE_S` when a lease ends.
 GATHER_S = 7.0
-DOUBT_S = 1.0  # time limit for the check whether a silent leader has ended
-GRACE_S = 2.0  # time after which a leader gives up the ranks of a disconnected machine; exceeds DOUBT_S
+# Time limit for the check whether a silent leader has ended
+DOUBT_S = 1.0
+# Time after which a leader gives up the ranks of a disconnected machine; exceeds DOUBT_S
+GRACE_S = 2.0
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from hydragraph.cluster.failure.time_limits import UNHEARD_S
 _SEND_S = 0.25
 _WAIT_S = 0.1
 
-Address = tuple[str, int]  # host and port
+# Host and port
+Address = tuple[str, int]
 
 
 class LinkProbe:
@@ -47,7 +48,8 @@ class LinkProbe:
         self._socket.close()
 
     def _run(self) -> None:
-        silent_s: dict[int, float] = {}  # by machine; contains only machines that have sent a probe before
+        # By machine; contains only machines that have sent a probe before
+        silent_s: dict[int, float] = {}
         unheard: tuple[int, ...] = ()
         stopwatch = Stopwatch()
         sent = 0.0

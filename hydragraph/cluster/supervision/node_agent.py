@@ -56,7 +56,8 @@ ARRIVAL_S = 1800.0
 BACK_S = 300.0
 _TRY_S = 0.5
 _TRY_ELECTED_S = 0.1
-_TOGETHER_S = 1.0  # time in which the leader can report that all machines are being stopped
+# Time in which the leader can report that all machines are being stopped
+_TOGETHER_S = 1.0
 
 
 @dataclass(frozen=True)

@@ -62,14 +62,20 @@ _LOG = logging.getLogger(__name__)
 
 _ARRIVAL = timedelta(minutes=30)
 _LOOK_S = 0.02
-_GRACE_S = 8.0  # time in which members can report after an error that would recur
-_REJOIN_S = 0.5  # delay before a lost process is replaced; doubled for each short-lived replacement
+# Time in which members can report after an error that would recur
+_GRACE_S = 8.0
+# Delay before a lost process is replaced; doubled for each short-lived replacement
+_REJOIN_S = 0.5
 _REJOIN_MOST_S = 60.0
-_SHORT_S = 5.0  # ranks with a shorter lifetime count as short-lived
-_STARTS = 3  # maximum number of processes in one seat that end before they are ready
-_READYING = 3  # time limit for a new member to become ready, in multiples of `Elastic.progress_s`
+# Ranks with a shorter lifetime count as short-lived
+_SHORT_S = 5.0
+# Maximum number of processes in one seat that end before they are ready
+_STARTS = 3
+# Time limit for a new member to become ready, in multiples of `Elastic.progress_s`
+_READYING = 3
 
-AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # errors that would recur after a restart
+# Errors that would recur after a restart
+AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
 
 
 def run_members(elastic: Elastic, nodes: RunMachines | None, job: Job) -> list[bytes]:
@@ -149,13 +155,19 @@ class Supervisor:
     _record: CoordinatorState = field(default_factory=CoordinatorState)
     _seats: dict[int, Seated] = field(default_factory=dict)  # by member
     _since: dict[int, float] = field(default_factory=dict)
-    _waiting: dict[int, float] = field(default_factory=dict)  # seats to refill, each with the time to do so
-    _short: dict[int, int] = field(default_factory=dict)  # consecutive short-lived processes, by seat
-    _unready: dict[int, int] = field(default_factory=dict)  # processes that ended before they were ready, by seat
+    # Seats to refill, each with the time to do so
+    _waiting: dict[int, float] = field(default_factory=dict)
+    # Consecutive short-lived processes, by seat
+    _short: dict[int, int] = field(default_factory=dict)
+    # Processes that ended before they were ready, by seat
+    _unready: dict[int, int] = field(default_factory=dict)
     _lost: list[RankHandle] = field(default_factory=list)
-    _empty: set[int] = field(default_factory=set)  # seats that stay empty until their devices are available again
-    _waited: dict[int, float] = field(default_factory=dict)  # seconds that other members have waited for a member
-    _readying: dict[int, float] = field(default_factory=dict)  # seconds that a late member has prepared
+    # Seats that stay empty until their devices are available again
+    _empty: set[int] = field(default_factory=set)
+    # Seconds that other members have waited for a member
+    _waited: dict[int, float] = field(default_factory=dict)
+    # Seconds that a late member has prepared
+    _readying: dict[int, float] = field(default_factory=dict)
     _stops: StoppedProcesses = field(default_factory=StoppedProcesses)
     _stopwatch: Stopwatch = field(default_factory=Stopwatch)
     _fatal_at: float | None = None
@@ -413,7 +425,8 @@ class Supervisor:
 
     def _give_up(self, said: Mapping[int, MemberRegister]) -> None:
         elapsed = self._stopwatch.elapsed()
-        late = awaited(self._record, said) if self._held else ()  # until state exists, all members begin together
+        # Until state exists, all members begin together
+        late = awaited(self._record, said) if self._held else ()
         self._waited = {member: self._waited.get(member, 0.0) + elapsed for member in late}
         coming = [member for member, one in said.items() if self._held and self._seats[member].late and not one.ready]
         self._readying = {member: self._readying.get(member, 0.0) + elapsed for member in coming}

@@ -40,8 +40,10 @@ class LlamaShape:
 SHAPES = {
     "tiny": LlamaShape(64, 172, 2, 4, 2, 512),
     "small": LlamaShape(256, 688, 4, 4, 2, 4096),
-    "1b": LlamaShape(2048, 8192, 16, 32, 8, 32000),  # Llama 3.2 1B with a smaller vocabulary
-    "7b": LlamaShape(4096, 11008, 32, 32, 32, 32000),  # Llama 2 7B
+    # Llama 3.2 1B with a smaller vocabulary
+    "1b": LlamaShape(2048, 8192, 16, 32, 8, 32000),
+    # Llama 2 7B
+    "7b": LlamaShape(4096, 11008, 32, 32, 32, 32000),
 }
 
 

@@ -122,7 +122,8 @@ def baselines(
 
     def with_packed_attention() -> nn.Module:
         model = build()
-        model.load_state_dict(first.state_dict(keep_vars=True), assign=True)  # share the weights
+        # Share the weights
+        model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
         _use_attention(model)
         return model
 

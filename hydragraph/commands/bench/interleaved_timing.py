@@ -32,7 +32,8 @@ def alternate(
             seconds_of_turn = timed(sides[name], turn, device, repeats[name])
             if turn >= warm_up:
                 seconds[name].append(seconds_of_turn)
-            else:  # the last warm-up round determines the number of repeats
+            else:
+                # The last warm-up round determines the number of repeats
                 repeats[name] = max(1, min(MOST_REPEATS, round(at_least_s / max(seconds_of_turn, 1e-9))))
     return {name: statistics.median(turns) for name, turns in seconds.items()}
 

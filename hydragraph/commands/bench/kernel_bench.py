@@ -15,10 +15,13 @@ from hydragraph.commands.bench.kernel_cases import CASES, KernelCase, KernelSwee
 from hydragraph.errors import Unsupported
 
 ROUNDS = 7
-AT_LEAST_S = 0.01  # minimum seconds per round, so that launch overhead is negligible
+# Minimum seconds per round, so that launch overhead is negligible
+AT_LEAST_S = 0.01
 TOLERANCE = 2e-2
-FOREIGN = ("compiled", "torch fused")  # names of implementations that may fail in PyTorch's code
-NOISE = 0.98  # smallest ratio of speeds that counts as equally fast
+# Names of implementations that may fail in PyTorch's code
+FOREIGN = ("compiled", "torch fused")
+# Smallest ratio of speeds that counts as equally fast
+NOISE = 0.98
 COLUMNS = ("kernel", "size", "side", "ms", "GB/s or TFLOP/s", "% of ceiling", "peak MB")
 
 
@@ -143,7 +146,8 @@ def _attention_targets(rows: Sequence[KernelRow]) -> Iterator[Target]:
     sizes = {r.size: _times(rows, r.kernel, r.size) for r in rows if r.kernel == "varlen_attention"}
     large = sizes.get("T 16384, 32/8 heads of 128", {})
     name = "attention, 16K tokens, 32/8 heads of 128: Triton against varlen_attn"
-    yield Target.at_least(name, 0.9, _ratio(large, "triton", "torch"), "{:.2f}x")  # "torch" runs varlen_attn
+    # "torch" runs varlen_attn
+    yield Target.at_least(name, 0.9, _ratio(large, "triton", "torch"), "{:.2f}x")
     backends = ("flash_attn", "torch", "triton")
     worst = [
         min(side[name].milliseconds for name in backends if name in side) / side["dispatch"].milliseconds

@@ -53,7 +53,8 @@ def measure_rank(
         for i, strategy in enumerate(strategies):
             sent.clear()
             report = exe.step(sequences, strategy)
-            pushed = sent[Channel.PUSH] + sent[Channel.COMMIT]  # this includes gradients that are sent to second owners
+            # This includes gradients that are sent to second owners
+            pushed = sent[Channel.PUSH] + sent[Channel.COMMIT]
             seen[i].append((report, {"pull": sent[Channel.PULL], "push": pushed}))
     results: list[dict[Direction, LinkMeasurement]] = []
     for strategy, steps in zip(strategies, seen, strict=True):

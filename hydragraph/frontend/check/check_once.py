@@ -11,7 +11,8 @@ from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.log import doing
 from hydragraph.passes.variants import Variants
 
-AUTO: str = "auto"  # default mode; hydragraph's own tests set it to "off"
+# Default mode; hydragraph's own tests set it to "off"
+AUTO: str = "auto"
 _latest: list[Variants] = []
 
 
@@ -53,7 +54,8 @@ def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> No
             check_here(subject, asked)
         except Unsupported as error:
             own = error
-        except Exception as error:  # `error` may not be picklable
+        except Exception as error:
+            # `error` may not be picklable
             own = RuntimeError(f"check: {type(error).__name__}: {error}")
     # All ranks take part in the gather before any raises, so none waits for a rank that left.
     for failure in (own, *world.gather(own)):

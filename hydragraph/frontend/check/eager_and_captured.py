@@ -22,7 +22,8 @@ from hydragraph.ir.placeholders import DROPOUT_BLOCK
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant, saved_names
 
-_SCALES = ((1, 1e2), (1, 1e4), (1e2, 1e4))  # factor for the head's parameters, and factor for the hidden states
+# Factor for the head's parameters, and factor for the hidden states
+_SCALES = ((1, 1e2), (1, 1e4), (1e2, 1e4))
 
 
 def caller(model: nn.Module, fields: Iterable[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
@@ -128,7 +129,8 @@ def add_captured(batch: CapturedBatch, ran: Sequence[tuple[Block, Variant]], sum
             local = _local(batch.program, block)
             before = backward(local, variant, saved.pop(), tangent, batch.tensors, sums, batch.wide)
             if before is None:
-                break  # no earlier block has trainable parameters
+                # No earlier block has trainable parameters
+                break
             tangent = before
         return loss
 

@@ -36,7 +36,8 @@ from hydragraph.spec.stage_kind import StagePart
 log = logging.getLogger("hydragraph.frontend.check")
 
 MODES = ("auto", "full", "off")
-TOGETHER = 32_000_000  # maximum number of parameters in a group of several blocks
+# Maximum number of parameters in a group of several blocks
+TOGETHER = 32_000_000
 
 REMEDY = (
     "look for code that a trace does not capture (hooks, Python state, the model's own masks or positions, mixing of "
@@ -152,7 +153,8 @@ def _checked_narrow(subject: CheckedModel, narrow: NarrowModel) -> CheckResult |
 def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> CheckResult:
     began = time.perf_counter()
     program = subject.program
-    variants = Variants(program, added=True) if variants is None else variants  # an empty Variants is falsy
+    # An empty Variants is falsy
+    variants = Variants(program, added=True) if variants is None else variants
     groups = _groups(subject, mode)
     most = max(_size(subject, group) for group in groups)
     comparer = _Comparer(subject, variants, lengths_of(subject.model, program, most))
@@ -248,7 +250,8 @@ class _Comparer:
                 return difference, attempt
             failed.append((difference, attempt))
             if attempt.copied and attempt.dtype is torch.float64:
-                break  # the difference is not due to rounding or random weights
+                # The difference is not due to rounding or random weights
+                break
         if not failed:
             return problem
         raise self._refusal(group, failed)
@@ -259,7 +262,8 @@ class _Comparer:
         weights = DrawnWeights(attempt.seed, attempt.dtype, attempt.copied)
         model = reduced(subject.model, subject.blocks, group, self.forms, weights)
         loss_function = wide_loss(subject.loss, wide)
-        buffers = model.named_buffers(remove_duplicate=False)  # a repeated block's buffers have several names
+        # A repeated block's buffers have several names
+        buffers = model.named_buffers(remove_duplicate=False)
         tensors = dict([*model.named_parameters(), *buffers]) | loss_buffers(loss_function)
         sequences = draw_sequences(self.lengths, ids_of(subject.model, program), program, subject.example, attempt.seed)
         packed = batches(sequences, attempt.seed if program.drops else None)

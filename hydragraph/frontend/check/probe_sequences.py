@@ -18,8 +18,10 @@ from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.graph_node import aten, operands
 from hydragraph.spec.workload import IGNORED, Field, Sequence
 
-_PADDED = (13, 17)  # the second batch is padded to a multiple of one of these numbers
-_TARGETS = 3  # distance between targets if the labels are not the next tokens
+# The second batch is padded to a multiple of one of these numbers
+_PADDED = (13, 17)
+# Distance between targets if the labels are not the next tokens
+_TARGETS = 3
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,15 @@ from torch import Tensor
 
 from hydragraph.frontend.check import scratch_pages
 
-_LENGTH = 131_071  # number of noise values; a prime, so that all rows of a matrix get different noise
+# Number of noise values; a prime, so that all rows of a matrix get different noise
+_LENGTH = 131_071
 _NOISE = 0.3  # ratio of the noise's standard deviation to the parameter's standard deviation
 # Minimum standard deviation of the noise; for matrices, as a fraction of a new matrix's standard deviation.
 _LEAST = 0.05
-_VECTOR = 0.1  # standard deviation of new vectors, whose mean is 1
-_SHARED = 1 << 22  # new matrices with at least this many elements share memory
+# Standard deviation of new vectors, whose mean is 1
+_VECTOR = 0.1
+# New matrices with at least this many elements share memory
+_SHARED = 1 << 22
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ from hydragraph.passes.variants import Library, Variants, local_parameters, voca
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-LARGEST = 1 << 28  # maximum number of parameters; larger blocks are not compared
+# Maximum number of parameters; larger blocks are not compared
+LARGEST = 1 << 28
 _LENGTHS = ProbeLengths((5, 11, 3), ())
 _OUT = "its output"
 
@@ -186,7 +187,8 @@ class StageCheck:
                 failed.append((error, attempt))
                 if attempt.widened:
                     continue
-                break  # training would fail in the same way
+                # Training would fail in the same way
+                break
             if difference is not None and difference.ratio <= 1:
                 return difference.ratio * attempt.bound.own
             if difference is not None:
@@ -292,7 +294,8 @@ class _Stage:
             return parts
         parameter = self.parameters[name]
         total = torch.zeros_like(parameter.canonical(like))
-        for index, part in enumerate(parts):  # every rank has a shard or a partial sum of the gradient
+        # Every rank has a shard or a partial sum of the gradient
+        for index, part in enumerate(parts):
             expected = parameter.local_shape(self.form.tp, index)
             if part.shape != expected:
                 shapes = f"shape {tuple(part.shape)}, but the shard has {tuple(expected)}"

@@ -34,7 +34,8 @@ from hydragraph.spec.workload import IGNORED
 LARGEST = 1 << 28  # maximum number of parameters; larger models are not compared
 # Number of compared sequences; a rounding error may change the chosen expert in one sequence, but not in all.
 _SEQUENCES = 3
-_ERROR = 1e-4  # of the loss
+# Of the loss
+_ERROR = 1e-4
 _WIDE = torch.float32
 
 _REMEDY = (
@@ -101,7 +102,8 @@ def _refuse_own_loss(
 ) -> None:
     """Raise Unsupported if a model returns a loss other than the cross-entropy that trains it."""
     labels = batch["labels"]
-    if huggingface.is_huggingface(model):  # these models shift labels, and return no loss without them
+    # These models shift labels, and return no loss without them
+    if huggingface.is_huggingface(model):
         try:
             with torch.random.fork_rng(devices=[]), computing(_WIDE):
                 outputs = model(input_ids=batch["input_ids"], labels=batch["input_ids"] if causal else labels)
@@ -115,7 +117,8 @@ def _refuse_own_loss(
     # usual: sum and mean over targets, of the labels as they are and shifted by the model.
     later = labels[0, 1:]
     shifted = F.cross_entropy(logits.float().flatten(0, -2)[:-1], later, ignore_index=IGNORED, reduction="sum")
-    sums = [(expected, labels), (float(shifted.detach()), later)]  # a model may shift labels a second time
+    # A model may shift labels a second time
+    sums = [(expected, labels), (float(shifted.detach()), later)]
     usual = [n for total, targets in sums for n in (total, total / max(1, int((targets != IGNORED).sum())))]
     if not any(math.isclose(returned, n, rel_tol=_ERROR, abs_tol=_ERROR) for n in usual):
         what = f"the model returns the loss {returned:.6g}, but without loss= it is trained with cross-entropy"

@@ -67,7 +67,8 @@ class _Widened(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in _SOFTMAX:
-            args = (*args[:2], False)  # the argument half_to_float is ignored, because the operand is already wide
+            # The argument half_to_float is ignored, because the operand is already wide
+            args = (*args[:2], False)
         return super().call_function(target, *_all_replaced(args, kwargs, self._wide))
 
 

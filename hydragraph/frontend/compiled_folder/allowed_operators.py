@@ -133,7 +133,8 @@ def _fits(kind: str, value: object) -> bool:
     if tag == "node" and kind not in _PLAIN:
         return True
     match kind:
-        case "Tensor" | "number" | "float" | "complex":  # PyTorch accepts a number as a 0-d tensor
+        case "Tensor" | "number" | "float" | "complex":
+            # PyTorch accepts a number as a 0-d tensor
             return isinstance(value, int | float) or tag == "float" or (tag == "complex" and kind != "float")
         case "int" | "SymInt" | "bool":
             return isinstance(value, int)

@@ -27,8 +27,10 @@ NAME = "manifest.json"
 LARGEST_FILE = 1 << 30  # bytes
 ALWAYS = ("hydragraph", "python", "torch")
 _LIBRARIES = ("transformers", "peft")
-GPU = "the GPU architecture"  # key in `versions` of folders that were compiled for a GPU
-_MAKERS = ("frontend", "ir", "kernels", "passes", "private")  # hydragraph's folders whose code determines graphs
+# Key in `versions` of folders that were compiled for a GPU
+GPU = "the GPU architecture"
+# hydragraph's folders whose code determines graphs
+_MAKERS = ("frontend", "ir", "kernels", "passes", "private")
 
 
 class Refused(ValueError):  # noqa: N818

@@ -32,7 +32,8 @@ _APART = frozenset({"_name_or_path", "architectures", "bos_token_id", "eos_token
 _ATTRIBUTES_APART = frozenset(
     {"training", "name_or_path", "generation_config", "warnings_issued", "_is_hf_initialized", "_weight_conversions"}
 )
-_DEFAULTS = frozenset({("_use_kernels", "False")})  # transformers does not always set this setting
+# Transformers does not always set this setting
+_DEFAULTS = frozenset({("_use_kernels", "False")})
 _TENSORS = "the names, shapes or requires_grad of its tensors"
 PARTS = ("model", "config", "modules", "code")
 

@@ -29,7 +29,8 @@ from hydragraph.spec.strategy import Strategy
 
 PROGRAM = "program.json"
 GRAPHS = "graphs"
-_ON_A_LINE = 3  # mappings that are nested more deeply are written on several lines
+# Mappings that are nested more deeply are written on several lines
+_ON_A_LINE = 3
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,7 +41,8 @@ from operator import itemgetter
 
 from hydragraph.ir.schedules.schedule import Action, ScheduleShape, Work
 
-Ticks = int  # time in a unit that makes all times integers
+# Time in a unit that makes all times integers
+Ticks = int
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ class Work(Enum):
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
 
-    __hash__ = object.__hash__  # this is faster than Enum's hash, which hashes the name
+    # This is faster than Enum's hash, which hashes the name
+    __hash__ = object.__hash__
 
 
 # Kinds of work that compute the gradient of a stage's input.
@@ -239,7 +240,8 @@ class Schedule:
         return begins
 
 
-_End = tuple[Place, bool, int]  # place, returning, micro-batch
+# Place, returning, micro-batch
+_End = tuple[Place, bool, int]
 
 
 def _needed(chain: Sequence[Place], place: Place, action: Action) -> list[_End]:

@@ -177,7 +177,8 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> MinimumTimes:
     n = len(problem.lengths)
     kinds = len(problem.kinds)
     pairs = [[pairs_of(*reach, length) for length in problem.lengths] for reach in terms.reaches]
-    powers = np.stack([problem.lengths**2, problem.lengths, np.ones(n), *map(np.array, pairs)])  # [3 + W, n]
+    # [3 + W, n]
+    powers = np.stack([problem.lengths**2, problem.lengths, np.ones(n), *map(np.array, pairs)])
     prefixes = np.unique(np.round(np.geomspace(1, n, min(n, GROUPS))).astype(np.int64)) - 1
     work = np.empty((n, kinds))
     overhead = np.empty(kinds)
@@ -189,7 +190,8 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> MinimumTimes:
         ahead = (seconds[:, :, (FORWARD, BACKWARD)] @ powers[:, prefixes]).max(1).sum(1)
         hops = (seconds[:, :, (AHEAD, BACK)] @ powers[:, prefixes]).max(1).sum(1)
         passed = np.cumsum(ahead + hops, axis=0) - (ahead + hops)  # [S, p]
-        both = seconds[:, :, FORWARD] + seconds[:, :, BACKWARD]  # [S, R, 3 + W]
+        # [S, R, 3 + W]
+        both = seconds[:, :, FORWARD] + seconds[:, :, BACKWARD]
         sums = np.array([powers[0].sum(), powers[1].sum(), 1.0, *(row.sum() for row in powers[3:])])
         total = both @ sums / problem.counts.sum()
         # Any stage gives a valid bound; the stage with most work and the longest way to it likely
@@ -212,7 +214,8 @@ def schedule_bound(problem: AssignmentProblem, terms: StageTerms, prices: Floats
     least = least_of(problem, terms)
     prices = prices if prices.any() else np.ones_like(prices)
     low = max(_divided(problem, least, prices), alone(problem, terms))
-    return _pigeonhole(problem, least, low) * (1 - 1e-9)  # margin for rounding
+    # Margin for rounding
+    return _pigeonhole(problem, least, low) * (1 - 1e-9)
 
 
 def _divided(problem: AssignmentProblem, least: MinimumTimes, prices: Floats) -> float:

@@ -38,14 +38,18 @@ Bools = NDArray[np.bool_]
 
 # Columns of `terms`.
 BUBBLE = 0  # PP - 1 for a pipeline of PP stages
-FIXED = 1  # seconds that are added to the end time
-QUADRATIC = 2  # the coefficients a, b and c of T(l) = a l^2 + b l + c
+# Seconds that are added to the end time
+FIXED = 1
+# The coefficients a, b and c of T(l) = a l^2 + b l + c
+QUADRATIC = 2
 LINEAR = 3
 OVERHEAD = 4
 MAX_LEN = 5
-UTIL_LEN = 6  # desired minimum number of tokens in a micro-batch
+# Desired minimum number of tokens in a micro-batch
+UTIL_LEN = 6
 MODE = 7
-COLUMNS = 8  # the following columns, for each of W reaches (`cost.reach`): window, chunk, seconds per pair
+# The following columns, for each of W reaches (`cost.reach`): window, chunk, seconds per pair
+COLUMNS = 8
 
 EQ3 = 0.0
 FORMED = 1.0
@@ -108,9 +112,11 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     if bubble == 0.0:
         best = low
     else:
-        best = load / alone  # more micro-batches do not shorten the bubble
+        # More micro-batches do not shorten the bubble
+        best = load / alone
         if c > 0.0:
-            best = min(best, math.sqrt(bubble * load / c))  # this V minimizes c V + (PP - 1) load / V
+            # This V minimizes c V + (PP - 1) load / V
+            best = min(best, math.sqrt(bubble * load / c))
         best = min(max(best, low), high)
     # The function is convex in V, so the best integer is next to the best real number.
     below = min(max(math.floor(best), low), high)

@@ -175,6 +175,7 @@ def form_in_order(
     if count == 0:
         return best, bound, 0, placed
     used = np.bincount(placed, minlength=count) > 0
-    number = np.cumsum(used) - 1  # without empty micro-batches
+    # Without empty micro-batches
+    number = np.cumsum(used) - 1
     position = largest_in_middle(np.bincount(placed, work, count)[used])
     return best, bound, number[-1] + 1, position[number[placed]]

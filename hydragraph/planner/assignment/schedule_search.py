@@ -280,7 +280,8 @@ def relocate(i: int, q: int, m: int, x: int, plan: PartialAssignment) -> None:
                 plan.counts[p] -= 1
                 break
     if m < 0:
-        m = int(np.argmin(plan.members))  # an empty one
+        # An empty one
+        m = int(np.argmin(plan.members))
         opened(plan.order[q], plan.counts[q], x, m)
         plan.counts[q] += 1
     plan.members[m] += 1

@@ -130,7 +130,8 @@ def most_power_by_scip(
             per_group * (powers @ x) >= cvxpy.sum(w, axis=0) + z * (per_group - 1),
         ]
         problem = cvxpy.Problem(cvxpy.Maximize(number * z), [*constraints, number * z >= value * (1 + 1e-6)])
-        with suppress(cvxpy.SolverError):  # no solution within the time limit
+        # No solution within the time limit
+        with suppress(cvxpy.SolverError):
             problem.solve(solver="SCIP", scip_params=limit)
         if x.value is None:
             continue

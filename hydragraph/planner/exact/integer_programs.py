@@ -58,7 +58,8 @@ def exact_dispatch(problem: AssignmentProblem) -> Ints:
         return np.zeros(0, np.int64)
     count = len(problem.pipelines)
     cost = problem.cost[:, problem.kind_of]  # [n, P]
-    terms = problem.terms[problem.kind_of]  # [P, 8 + 3 W]
+    # [P, 8 + 3 W]
+    terms = problem.terms[problem.kind_of]
     fits = np.isfinite(cost)
     m = cp.Variable((n, count), boolean=True)
     end = cp.Variable()

@@ -173,7 +173,8 @@ def _split(
         return even
     sizes = tuple(d for d in degrees if d <= degree)
     ranked = _ranked(node, sizes, tuple(seconds[d] for d in sizes))
-    if not ranked:  # groups of these sizes cannot use all devices
+    # Groups of these sizes cannot use all devices
+    if not ranked:
         return even
     if place == 1:
         return ranked[0]

@@ -100,7 +100,8 @@ class LayerPrices:
         stage = Stage.of(devices, 1, kind)
         templates = costs.profile.blocks
         pieces = costs.pieces(site.type, kind)
-        rows: dict[str, tuple[float, float, float]] = {}  # seconds, state, activations
+        # Seconds, state, activations
+        rows: dict[str, tuple[float, float, float]] = {}
         working = 0.0
         early = 0.0
         part = StagePart(kind, 0)

@@ -163,7 +163,8 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
                 d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
                 grown = max(d, 1) * devices[k]
                 if grown >= best:
-                    break  # longer intervals need at least as many devices
+                    # Longer intervals need at least as many devices
+                    break
                 total = units[above] + grown
                 if total < best:
                     best = total
@@ -243,7 +244,8 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
     low = [math.floor(fractional[s] + 1e-9) for s in schemes]
     choices = [(n, n + 1) if fractional[s] > n + 1e-9 else (n,) for n, s in zip(low, schemes, strict=True)]
     sizes = [tp * pp for tp, pp in schemes]
-    reach = min(proposal.shares[-1].upto, context)  # the last level may contain lengths above the context
+    # The last level may contain lengths above the context
+    reach = min(proposal.shares[-1].upto, context)
     longest = [profile.max_len(s, devices) >= reach for s in schemes]
     kept = []
     for counts in product(*choices):

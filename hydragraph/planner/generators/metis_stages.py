@@ -60,7 +60,8 @@ def staged(
     """
     devices = TypedDevices(costs)
     plans: dict[Strategy, Candidate] = {}
-    likely: set[Strategy] = set()  # plans with at most as many micro-batches in flight as assumed
+    # Plans with at most as many micro-batches in flight as assumed
+    likely: set[Strategy] = set()
     laid: dict[object, Candidate | None] = {}
     for recompute in (False, True):
         if is_late(until):

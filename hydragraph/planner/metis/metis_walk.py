@@ -303,7 +303,8 @@ def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
             added[s] += gain
             room[s] -= gain
             missing -= gain
-        if missing == before:  # in this case, Metis's program would loop forever
+        # In this case, Metis's program would loop forever
+        if missing == before:
             return False
     speed[:] = added + lowered
     return True

@@ -43,13 +43,20 @@ class Tables(NamedTuple):
     # [L]: each layer's fraction of all layers' time on the profile's first device type, at tensor-parallel degree 1 and
     # micro-batch size 1; 1 / L if not measured
     share: Floats
-    bandwidth: Floats  # [T], in 2^20 bytes per millisecond
-    capacity: Floats  # [T], MB of one device
-    parameters: Floats  # [3]: bytes of the first, middle and last layer
-    optimizer: float  # milliseconds on one device, twice the profile's value
-    generator: float  # milliseconds of one micro-batch
-    activation: float  # numbers that a layer sends to the next layer, per sequence
-    logits: float  # numbers that the second-to-last layer sends, per sequence (as in Metis)
+    # [T], in 2^20 bytes per millisecond
+    bandwidth: Floats
+    # [T], MB of one device
+    capacity: Floats
+    # [3]: bytes of the first, middle and last layer
+    parameters: Floats
+    # Milliseconds on one device, twice the profile's value
+    optimizer: float
+    # Milliseconds of one micro-batch
+    generator: float
+    # Numbers that a layer sends to the next layer, per sequence
+    activation: float
+    # Numbers that the second-to-last layer sends, per sequence (as in Metis)
+    logits: float
     batch: int
     factor: float
     per_rank: bool

@@ -160,7 +160,8 @@ class MetisProfile:
 
 @dataclass(frozen=True)
 class _Entry:
-    key: tuple[str, int, int]  # as in `MetisProfile.measurements`
+    # As in `MetisProfile.measurements`
+    key: tuple[str, int, int]
     measurement: Measurement
     parameters_bytes: tuple[float, float, float]
     optimizer_ms: float

@@ -25,14 +25,16 @@ from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent, read_events
 
 MACHINES = 2
-STEPS_PER_STRIKE = 5  # mean number of steps between injected faults
+# Mean number of steps between injected faults
+STEPS_PER_STRIKE = 5
 MOST_STEPS_PER_STRIKE = 60
 MOST_STEPS_PER_MACHINE = 1000
 CALM_STEPS = 10
 _CENSUS_S = 0.5
 _END_S = 30.0
 _START_S = 1800.0
-_QUIET_S = 180.0  # a run hangs if it completes no step for this many seconds
+# A run hangs if it completes no step for this many seconds
+_QUIET_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,10 @@ class DisturbedRun:
         return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in mine)
 
 
-ROUNDING = 1e-5  # relative difference of losses due to a different order of summation
-MARGIN = 10.0  # largest allowed ratio to the difference between two undisturbed runs
+# Relative difference of losses due to a different order of summation
+ROUNDING = 1e-5
+# Largest allowed ratio to the difference between two undisturbed runs
+MARGIN = 10.0
 
 
 def departure(disturbed: DisturbedRun, undisturbed: DisturbedRun, control: DisturbedRun | None) -> int | None:
@@ -265,7 +269,8 @@ class _Striker:
     def _strike(self, strike: InjectedFault) -> bool:
         least = least_ranks(strike.kind)
         if len(self.victim.ranks()) < least:
-            return False  # no fault is possible until more ranks run
+            # No fault is possible until more ranks run
+            return False
         time.sleep(strike.delay_s)
         # Ranks may have ended during the delay, so list them again.
         ranks = self.victim.ranks()

@@ -16,13 +16,18 @@ from hydragraph.train.chaos.machines import Machines, all_stats, stat_of
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.stragglers.run_events import RunEvent, read_events
 
-GIVEN_UP_S = 30.0  # maximum seconds until the other ranks end a stopped rank
-_MOMENT_S = 60.0  # maximum wait for the event that triggers a fault
-_JOINED_S = 300.0  # maximum wait for a new machine, which compiles before it joins
+# Maximum seconds until the other ranks end a stopped rank
+GIVEN_UP_S = 30.0
+# Maximum wait for the event that triggers a fault
+_MOMENT_S = 60.0
+# Maximum wait for a new machine, which compiles before it joins
+_JOINED_S = 300.0
 _SLOW_S = 1.0
-_PAUSE_S = 3.0  # must be shorter than the time that other ranks wait for a stopped rank
+# Must be shorter than the time that other ranks wait for a stopped rank
+_PAUSE_S = 3.0
 _PERIOD_S = 0.1
-_STOPPED = 0.6  # fraction of each period during which a slowed rank is stopped
+# Fraction of each period during which a slowed rank is stopped
+_STOPPED = 0.6
 _LEFT_S = 20.0
 _LOOK_S = 0.005
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from hydragraph.train.config import TrainConfig
 
-NOTICE_S = 30.0  # like spot instances
+# Like spot instances
+NOTICE_S = 30.0
 _END_S = 20.0
 
 

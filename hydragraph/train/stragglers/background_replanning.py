@@ -19,8 +19,10 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
-DEADLINE_S = 20.0  # seconds after which a search returns its best plan so far
-ATTEMPTS = 2  # attempts per question, because the planning process may be killed
+# Seconds after which a search returns its best plan so far
+DEADLINE_S = 20.0
+# Attempts per question, because the planning process may be killed
+ATTEMPTS = 2
 _NONE_FITS = "no strategy can run on the remaining ranks"
 
 
@@ -89,7 +91,8 @@ def replan(question: ReplanQuestion) -> Replanned:
 
 
 def _at_once(question: ReplanQuestion) -> Replanned:
-    from hydragraph.planner.immediate_plan import plan_at_once, sample  # this import loads numba and scipy
+    # This import loads numba and scipy
+    from hydragraph.planner.immediate_plan import plan_at_once, sample
     from hydragraph.planner.price_mini_batches import traffic_in_line
     from hydragraph.spec.training_workload import Workload
 
@@ -102,7 +105,8 @@ def _at_once(question: ReplanQuestion) -> Replanned:
     try:
         before = traffic_in_line(costs, question.running[choice.index])(choice.assignment)
     except Unsupported:
-        before = math.inf  # the running plan uses a lost rank
+        # The running plan uses a lost rank
+        before = math.inf
     request = PlanRequest((estimate.pipelines,), (estimate.charge,), question.policy.seed)
     return Replanned((estimate.strategy,), request, 0, before, estimate.seconds)
 
@@ -208,7 +212,8 @@ class Replanner:
         while (worker := self._worker) is not None:
             worker.process.kill()
             if self._thread is not None:
-                self._thread.join()  # the thread must end before its pipes are closed
+                # The thread must end before its pipes are closed
+                self._thread.join()
             if self._worker is worker:
                 self._end(worker)
 
@@ -216,7 +221,8 @@ class Replanner:
         for _ in range(ATTEMPTS):
             worker = self._worker = self._worker or _started()
             if self._closing:
-                return  # `close` ends the process
+                # `close` ends the process
+                return
             try:
                 self._answer = cast(Replanned, worker.ask(question))
                 return

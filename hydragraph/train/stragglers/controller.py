@@ -31,9 +31,12 @@ from hydragraph.train.stragglers.run_events import RunEvent
 from hydragraph.train.stragglers.straggler_state import LearnedSlowdown, SlowRank
 
 LAST = 8
-GAIN = 0.05  # minimum fraction of the step time that a switch must save
-COOLDOWN = 6  # minimum number of steps between two switches, unless a rank is lost
-COST_S = 2.0  # assumed seconds of a switch, until the first switch is measured
+# Minimum fraction of the step time that a switch must save
+GAIN = 0.05
+# Minimum number of steps between two switches, unless a rank is lost
+COOLDOWN = 6
+# Assumed seconds of a switch, until the first switch is measured
+COST_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,13 @@ class Controller:
         self._planned_for = Health()
         self._asked_for = Health()
         self._asked_at = 0
-        self._at_once = False  # whether the last question was for a quick plan
-        self._corrected = False  # whether costs have changed since the last question
+        # Whether the last question was for a quick plan
+        self._at_once = False
+        # Whether costs have changed since the last question
+        self._corrected = False
         self._switched_at: int | None = None
-        self._coming: _Coming | None = None  # the switch of plans that is being prepared or made
+        # The switch of plans that is being prepared or made
+        self._coming: _Coming | None = None
         self._lengths: deque[tuple[int, ...]] = deque(maxlen=LAST)
         self._seconds: deque[float] = deque(maxlen=NEEDED)
         self._rehearsing = replanning is not None
@@ -185,7 +191,8 @@ class Controller:
         if answer is not None and {*self._asked_for} == {*self.health}:
             event = self._decided(given, answer, report.step)
             if self._coming is not None:
-                return []  # the event is reported when all ranks have switched
+                # The event is reported when all ranks have switched
+                return []
             events += [event] if event.event == "switch" or not self._at_once else []
         self._ask(report.step)
         return events
@@ -221,7 +228,8 @@ class Controller:
             return
         # New rates: request a quick plan. Then, or after a correction of costs: the best plan.
         if health != self._asked_for and self._may_switch(step, health):
-            self._at_once = replanning.switch is not None  # a dry run requests the best plan immediately
+            # A dry run requests the best plan immediately
+            self._at_once = replanning.switch is not None
         elif health == self._asked_for and (self._at_once or self._corrected):
             self._at_once = self._corrected = False
         else:

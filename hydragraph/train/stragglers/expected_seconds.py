@@ -7,7 +7,8 @@ from statistics import median
 
 STEPS = 20
 LEAST = 5
-MATTERS = 1.2  # ratio of step times from which another plan is requested
+# Ratio of step times from which another plan is requested
+MATTERS = 1.2
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,11 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.straggler_state import LearnedSlowdown
 
 AHEAD = 2.0
-MATTERS = 0.05  # minimum lateness that is corrected
+# Minimum lateness that is corrected
+MATTERS = 0.05
 LOOK = 4
-USUAL = 8  # number of steps without slow ranks that determine the usual wait
+# Number of steps without slow ranks that determine the usual wait
+USUAL = 8
 
 
 class Lateness:
@@ -44,7 +46,8 @@ class Lateness:
         self._open = switched
         # Step time and rates before the tested correction.
         self._before: tuple[float, dict[int, LearnedSlowdown]] | None = None
-        self._ended = False  # whether the last correction did not help
+        # Whether the last correction did not help
+        self._ended = False
         self._rates = Health()
 
     def among(self, numbers: Mapping[int, int], switched: bool = False) -> Lateness:

@@ -27,7 +27,8 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.rate_estimator import Change, Estimator, Kind, Sensitivity
 from hydragraph.train.stragglers.straggler_state import SlowRank
 
-CROWDED = 4.0  # threshold for contention, in standard deviations; high, because contention comes in bursts
+# Threshold for contention, in standard deviations; high, because contention comes in bursts
+CROWDED = 4.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Monitor:
                 remedy="measure this model with hydragraph profile",
             )
         if first_time:
-            return ()  # a strategy's first step compiles graphs and allocates memory
+            # A strategy's first step compiles graphs and allocates memory
+            return ()
         before = self.health
         work: dict[int, dict[Kind, tuple[float, float]]] = {}
         # crowded[rank]: factor by which other processes on the rank's core slow it down.
@@ -110,7 +112,8 @@ class Monitor:
             alone = {kind: seconds / crowded.get(rank, 1.0) for kind, seconds in own.items()}
             work[rank] = {kind: (alone[kind], seconds) for kind, seconds in kinds.items() if alone[kind] > 0}
             whole = sum(own.values()) / sum(kinds.values()) if kinds else 0.0
-            if whole > 0:  # forward and backward passes are timed together
+            # Forward and backward passes are timed together
+            if whole > 0:
                 self.corrections = self.corrections.with_step({(part, rank): whole for part in COMPUTING})
         # Idle ranks are included, so that their old rates do not remain.
         crowd: dict[int, dict[Kind, tuple[float, float]]] = {r: {"core": (ratio, 1.0)} for r, ratio in crowded.items()}

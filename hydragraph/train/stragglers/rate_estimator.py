@@ -28,15 +28,20 @@ from dataclasses import dataclass
 from statistics import median, median_low
 from typing import Any, TypeVar
 
-CALIBRATION = 5  # minimum number of iterations before the factor of a kind of work is used
-WINDOW = 32  # number of iterations over which medians are taken
+# Minimum number of iterations before the factor of a kind of work is used
+CALIBRATION = 5
+# Number of iterations over which medians are taken
+WINDOW = 32
 NEEDED = 3
 OF = 4
 CERTAIN = 3.0
-CHANGE = 1.25  # minimum reported change of a straggler's rate, as a factor
-PARTIAL = 0.85  # the first slow iteration is ignored if its slowdown is below this fraction of later slowdowns
+# Minimum reported change of a straggler's rate, as a factor
+CHANGE = 1.25
+# The first slow iteration is ignored if its slowdown is below this fraction of later slowdowns
+PARTIAL = 0.85
 LITTLE = 0.1
-SHARED = 0.5  # calibrated kinds of work must cover at least this fraction of a rank's predicted time
+# Calibrated kinds of work must cover at least this fraction of a rank's predicted time
+SHARED = 0.5
 
 _T = TypeVar("_T")
 
@@ -90,7 +95,8 @@ class Estimator:
         # Logarithms of the errors of the cost model, by kind of work.
         self._errors: defaultdict[Kind, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._residuals: dict[int, deque[float]] = {}
-        self._recent: deque[Mapping[int, float]] = deque()  # residuals of the last iterations, by rank
+        # Residuals of the last iterations, by rank
+        self._recent: deque[Mapping[int, float]] = deque()
         self._healthy: deque[Mapping[int, float]] = deque(maxlen=WINDOW)
 
     @property
@@ -212,7 +218,8 @@ class Estimator:
         every = self._residuals.setdefault(rank, deque(maxlen=2 * OF))
         every.append(residual)
         if len(self._healthy) < NEEDED:
-            return None  # the scatter is not known yet
+            # The scatter is not known yet
+            return None
         before = self._held.get(rank, 1.0)
         noise = self._certain * self.scatter
         bursts = noise > 2 * math.log(self._sensitivity.enter)

@@ -19,7 +19,8 @@ def prepare() -> Callable[[ReplanQuestion], Replanned]:
         try:
             costs = with_caches(question.costs, costs)
             return replan(replace(question, costs=costs))
-        except Exception as error:  # training continues, and reports this error
+        except Exception as error:
+            # Training continues, and reports this error
             return Replanned(refused=f"{type(error).__name__}: {error}")
 
     return answer

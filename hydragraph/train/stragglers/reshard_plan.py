@@ -27,10 +27,13 @@ from hydragraph.planner.state_shares import EXACT, filled
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 
-GAIN = 1.2  # minimum gain of a move, as a multiple of its cost
+# Minimum gain of a move, as a multiple of its cost
+GAIN = 1.2
 GRADIENT_BYTES = 4
-ROUNDED = 100  # shares are rounded to 1/100 of the largest share, so that noise does not change them
-TIGHT = 1.01  # rounded shares may need this many times the memory of exact shares
+# Shares are rounded to 1/100 of the largest share, so that noise does not change them
+ROUNDED = 100
+# Rounded shares may need this many times the memory of exact shares
+TIGHT = 1.01
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,8 @@ def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health,
         if len({node for rank, node in enumerate(nodes) if rank not in without}) < running.copies:
             break
         try:
-            for rounded in (True, False):  # exact shares may fit in memory even if rounded shares do not
+            # Exact shares may fit in memory even if rounded shares do not
+            for rounded in (True, False):
                 shares = best_shares(ranks, health, costs, elements, without, rounded)
                 homes.append(Home(shares, running.copies, nodes=running.nodes))
         except ValueError:
@@ -202,7 +206,8 @@ def best_shares(
     relative = share / share.max()
     if not rounded:
         return tuple(relative.tolist())
-    if costs.free_bytes is not None:  # rounding up could exceed the memory
+    # Rounding up could exceed the memory
+    if costs.free_bytes is not None:
         return tuple((np.floor(relative * ROUNDED * 100 + EXACT) / (ROUNDED * 100)).tolist())
     return tuple((np.rint(relative * ROUNDED) / ROUNDED).tolist())
 

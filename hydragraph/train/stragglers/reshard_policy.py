@@ -23,7 +23,8 @@ from hydragraph.train.stragglers.run_events import RunEvent
 BESIDE = 0.5
 COOLDOWN = 6
 MIX = 16
-CHANGED = 0.25  # a new home is chosen if this fraction of the recent mix of strategies has changed
+# A new home is chosen if this fraction of the recent mix of strategies has changed
+CHANGED = 0.25
 
 
 def state_costs(costs: Costs) -> StateCosts:
@@ -33,7 +34,8 @@ def state_costs(costs: Costs) -> StateCosts:
     per_element = max((update[1] for update in updates if update is not None), default=0.0)
     links = [costs.cluster.link(a, b) for a in ranks for b in ranks if a != b]
     slowest = min((link.bytes_per_s for link in links), default=1.0)
-    messages = 2 * len(costs.buckets) * max((link.latency_s for link in links), default=0.0)  # pull and push
+    # Pull and push
+    messages = 2 * len(costs.buckets) * max((link.latency_s for link in links), default=0.0)
     return StateCosts(per_element * elements, costs.state_bytes, slowest, messages_s=messages)
 
 

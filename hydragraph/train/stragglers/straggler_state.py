@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SAME = 1.6  # rates count as equal if they differ by at most this factor
+# Rates count as equal if they differ by at most this factor
+SAME = 1.6
 
 
 class LearnedSlowdown(NamedTuple):
