@@ -38,6 +38,8 @@ AT_ONCE_S = 0.3  # default deadline
 RUNNING = 3
 # Minimum number of estimates
 FEWEST = 8
+# Strategies whose approximate time exceeds this multiple of the best time are not estimated
+FAR = 1.5
 # Fraction of the deadline that the search may use
 SEARCHING = 0.6
 # If a rank's rate is above this, plans without the rank are also tried
@@ -87,13 +89,15 @@ def plan_at_once(
             candidates.append((max(end, traffic), strategy, pipelines))
     seconds: dict[Strategy, float] = {}
     candidates.sort(key=lambda each: each[0])
-    for _, strategy, pipelines in candidates:
-        if len(seconds) >= FEWEST and time.monotonic() > began + deadline_s:
+    best = math.inf
+    for end, strategy, pipelines in candidates:
+        if end > FAR * best or (len(seconds) >= FEWEST and time.monotonic() > began + deadline_s):
             break
         assignment = assign_pipelines(pipelines, batch, effort=QUICK)
         # Traffic is estimated only for strategies that may be the fastest.
-        is_slower = assignment.seconds >= min(seconds.values(), default=math.inf)
+        is_slower = assignment.seconds >= best
         seconds[strategy] = assignment.seconds if is_slower else traffic_in_line(costs, strategy)(assignment)
+        best = min(best, seconds[strategy])
     for strategy in sorted((each[1] for each in candidates), key=lambda each: seconds.get(each, math.inf)):
         try:
             pipelines = costs.pipelines(strategy)
