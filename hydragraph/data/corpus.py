@@ -150,6 +150,35 @@ def _is_text(start: bytes) -> bool:
     return bool(text.strip()) or len(start) == _LOOKED_AT
 
 
+def refuse_other_encodings(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> None:
+    """Raise ValueError for the first file that has text in another encoding than UTF-8."""
+    for path in files(paths, suffixes):
+        if _has_records(path):
+            continue
+        with opened(path) as file:
+            start = file.read(_LARGEST_START)
+        if encoding := _other_encoding(start):
+            raise ValueError(_encoded(str(path), path, encoding))
+
+
+_LARGEST_START = 1 << 24
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def _other_encoding(start: bytes) -> str | None:
+    if start.startswith(_UTF16):
+        return "UTF-16" if start[: len(start) // 2 * 2].decode("utf-16", "ignore").strip() else None
+    with suppress(UnicodeDecodeError):
+        codecs.getincrementaldecoder("utf-8")().decode(start, final=len(start) < _LARGEST_START)
+        return None
+    return None if _BINARY.search(start.decode("latin-1")) else "LATIN1"
+
+
+def _encoded(where: str, path: Path, encoding: str) -> str:
+    text = "UTF-16 text, not UTF-8" if encoding == "UTF-16" else "not UTF-8 text"
+    return f"{where}: {text}: convert the file, for example with iconv -f {encoding} -t UTF-8 {path} -o NEW"
+
+
 def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: FieldNames = PLAIN) -> str:
     """Hash `fields` and the paths, sizes and modification times of a corpus's files; return 64 hexadecimal digits."""
     names = {each.name.removesuffix("_field"): getattr(fields, each.name) for each in fields_of(FieldNames)}
@@ -339,6 +368,8 @@ def _read_jsonl(
             if not line.strip():
                 continue
             place = f"{path}:{number}"
+            if number == 1 and line.startswith(_UTF16):
+                raise ValueError(_encoded(place, path, "UTF-16"))
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 record = _parse(text, fields, place)

@@ -84,6 +84,8 @@ def check_data(config: TrainConfig) -> None:
             )
         holds |= formats
     if not holds:
+        for source in data.sources:
+            corpus.refuse_other_encodings(*_read_from(source)[:2])
         raise ValueError(_NO_TEXT)
     if "preference" in holds and config.objective is None:
         raise ValueError(
@@ -220,6 +222,7 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
         for done in parts.encoded(placed, encoder):
             progress(what, done, reading.part)
         if not reading.documents:
+            corpus.refuse_other_encodings(*_read_from(source)[:2])
             elsewhere = f"{where} holds no text: check its paths, suffixes and text_field"
             raise ValueError(_NO_TEXT if where == "data.paths" else elsewhere)
         vocabulary = vocabulary_of(encoder.tokenizer)

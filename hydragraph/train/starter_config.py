@@ -49,6 +49,7 @@ def look(paths: Sequence[Path]) -> InspectedPaths:
     data = tuple(path for path in paths if path not in models)
     fields, formats = _read_as(data) if data else (FieldNames(), set[Format]())
     if data and not formats:
+        corpus.refuse_other_encodings(data)
         raise ValueError(f"no text in {', '.join(map(str, data))}: name text files, .jsonl files or tables")
     if len(formats) > 1:
         raise ValueError(

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hydragraph.data.corpus import (
     fingerprint,
     formats,
     left_out,
+    refuse_other_encodings,
     unread,
 )
 from hydragraph.data.documents import PLAIN, AlpacaRecord, Completion, FieldNames
@@ -75,6 +77,27 @@ def test_undecodable_and_empty_files_are_counted_and_logged(tmp_path: Path, capl
     assert record.levelno == logging.WARNING
     assert record.getMessage() == report.sentence()
     assert "a.bin" in report.sentence()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("gr\xfcn".encode("latin-1"), "not UTF-8 text: .*iconv -f LATIN1"),
+        (b"plain\n" * 1000 + b"caf\xe9", "not UTF-8 text"),  # beyond the first 4 KiB
+        ("grün".encode("utf-16"), "UTF-16 text, not UTF-8: .*iconv -f UTF-16"),
+        (b"\xfe\xff\x00a", "UTF-16"),
+        (b"\xff\xfe\x00", ""),
+        (b"\x89PNG\x00\x01", ""),
+        ("grün".encode(), ""),
+        (b"", ""),
+    ],
+)
+def test_text_in_another_encoding_is_refused_with_a_way_to_convert_it(
+    content: bytes, said: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.txt", content)
+    with pytest.raises(ValueError, match=f"a.txt: {said}") if said else nullcontext():
+        refuse_other_encodings([path])
 
 
 def test_the_report_names_three_places_and_counts_the_rest() -> None:
