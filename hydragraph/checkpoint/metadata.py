@@ -31,7 +31,7 @@ class CheckpointReader(FileSystemReader):
         self._files = files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata; raise Damaged unless they are plain data and name only the checkpoint's files."""
+        """Read the metadata; raise Damaged if they are not plain data, or name files outside the checkpoint."""
         file = Path(self.path) / ".metadata"
         try:
             with file.open("rb") as stream:

@@ -177,7 +177,7 @@ class MiniBatches(Mixture):
 
     Attributes:
         chunks: chunks of one epoch; the answers of a pair are adjacent.
-        scores: reference score of each chunk, which a sequence contains as "reference", or None.
+        scores: each chunk's reference score, under the key "reference" in its sequences; None: no scores.
 
     Raises:
         ValueError: the split has no document of at least two tokens.

@@ -143,8 +143,9 @@ def _parse_header(line: str, number: int) -> RankProgram:
     if header is None:
         raise ValueError(
             f"line {number}: {line!r} is not a header: write 'rank R of N  strategy TEXT  idle', or 'rank R of N  "
-            "strategy TEXT  pipeline P, stage S: layers A-B, tp T (ranks R ...), micro-batches M'. A rank's stages are "
-            "joined by ' + ': 'pipeline P, stage S + pipeline P, stage S', 'micro-batches M + M-M'"
+            "strategy TEXT  pipeline P, stage S: layers A-B, tp T (ranks R ...), micro-batches M'. If a rank has "
+            "several stages, join them by ' + ', and so their micro-batches: 'pipeline 0, stage 0 + pipeline 0, "
+            "stage 2' and 'micro-batches 4 + 0-3'"
         )
     rank = int(header["rank"])
     ranks = int(header["ranks"])

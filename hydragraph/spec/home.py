@@ -101,7 +101,8 @@ class Home:
     def on(self, nodes: Sequence[int]) -> Home:
         """Return this home with a node for each rank: the home's own `nodes` or, if None, the argument.
 
-        If all given nodes are equal, each rank counts as a node. A home with one copy or a rule is returned unchanged.
+        If all given nodes are equal, each rank counts as a node. A home that has one copy, or that
+        only states a rule, is returned unchanged.
         """
         self.check(len(nodes))
         # A rule chooses owners on several nodes
@@ -216,7 +217,8 @@ def _numbers(text: str, part: str) -> tuple[float, ...]:
             repeated = int(count) if times else 1
         except ValueError:
             raise ValueError(
-                f"home {text!r}: {run!r} is not a share: write one number per rank, as in 3,3,1,0 or 4*1,2*0.5"
+                f"home {text!r}: {run!r} is not a share: write one number per rank, as in 3,3,1,0; N*SHARE "
+                "repeats a share for N ranks"
             ) from None
         if len(values) + repeated > MOST_DEVICES:
             raise ValueError(f"home {text!r}: more than {MOST_DEVICES:,} ranks: use fewer")

@@ -89,7 +89,7 @@ class Strategy:
                     raise ValueError(
                         f"{where}: device {device} is already in {there}, and these two stages differ in "
                         f"{_difference((first, stage), counterpart)}; give every stage its own devices, share one "
-                        "stage between pipelines, or interleave stages of one pipeline with equal flags"
+                        "stage between pipelines, or interleave stages of one pipeline, which must have equal flags"
                     )
                 if self.pipelines[i].interleaved or self.pipelines[owner].interleaved:
                     raise ValueError(
@@ -225,8 +225,8 @@ class Strategy:
             raise ValueError(f"strategy text {body!r}: {error}") from None
         if at and strategy.fingerprint != fingerprint.strip():
             raise ValueError(
-                f"strategy text {text!r}: with {layers} layers, this text describes a different strategy, {strategy}; "
-                "give the number of layers that it was made for, or remove '@' and the digits after it"
+                f"strategy text {text!r}: with {layers} layers, this text describes {strategy}, so the digits after "
+                "'@' are not its own: give the number of layers for which it was written, or remove '@' and the digits"
             )
         return strategy
 

@@ -6,8 +6,8 @@ A rank's rate (slowdown) scales only the time of blocks, but a slow rank also pa
              over these ranks), minus the usual ratio when all ranks are healthy
     planned  rate that plans assume for slow ranks of a late pipeline: the previous rate times 1 + AHEAD * late
 
-AHEAD exceeds 1, because fixed costs remain if a pipeline gets fewer tokens. A correction that makes steps longer is
-reverted, and no further correction is tried until the rates change.
+AHEAD exceeds 1: part of a pipeline's time is fixed, so fewer tokens save less than their share of it. A correction
+that makes steps longer is reverted, and no further correction is tried until the rates change.
 """
 
 from __future__ import annotations
