@@ -373,14 +373,15 @@ def _extended(costs: Costs, asked: _Question, looked: Finalists) -> Finalists:
     workload = asked.workload
     until = asked.until
     below_s = min((candidate.seconds for candidate in looked.settled), default=math.inf)
-    none_fits = math.isinf(below_s)
+    # Owners by block are often the last resort, so streaming may be faster than such plans.
+    is_roomy = any(math.isfinite(each.seconds) and not each.home.buckets for each in looked.settled)
     if asked.ways and PUBLISHED not in asked.ways and _tight(costs):
         owned = owned_pipelines(costs, workload, below_s, until)
         looked = replace(looked, settled=(*looked.settled, *(each for each in owned if isinstance(each, PricedPlan))))
     if asked.streaming:
         below_s = min((candidate.seconds for candidate in looked.settled), default=math.inf)
         streamed_plans = streamed(costs, workload, below_s, until)
-        if none_fits:
+        if not is_roomy:
             of_one_stage = (each.seconds for each in streamed_plans if isinstance(each, PricedPlan))
             below_s = min(*of_one_stage, below_s, math.inf)
             streamed_plans += owned_pipelines(costs, workload, below_s, until, (GRADIENTS, True))
