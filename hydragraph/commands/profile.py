@@ -87,8 +87,8 @@ def profile_rank(
     chosen = schemes or _every_scheme(program, world.ranks)
     strategies = () if config.automatic else read_strategies(config.strategies, model, world.ranks)
     kinds = _kinds(strategies, chosen, options)
-    # Attention grows with T * T, the rest with T * hidden size: measure lengths at which both
-    # count.
+    # Attention grows with T * T, the rest with T * hidden size. Measure long enough sequences that
+    # both matter.
     tokens = options.longest or max(config.data.max_length, 4 * hidden_size(program), 1024)
     settings = MeasureSettings(chosen, kinds, tokens, options.repeats)
     sizes: Any = model.config

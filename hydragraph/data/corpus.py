@@ -162,12 +162,22 @@ def refuse_other_encodings(paths: Sequence[Path], suffixes: tuple[str, ...] | No
 
 
 _LARGEST_START = 1 << 24
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+# UTF-32 first, because its mark begins with that of UTF-16
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+
+
+def _marked(start: bytes) -> str | None:
+    return next((encoding for mark, encoding in _MARKS.items() if start.startswith(mark)), None)
 
 
 def _other_encoding(start: bytes) -> str | None:
-    if start.startswith(_UTF16):
-        return "UTF-16" if start[: len(start) // 2 * 2].decode("utf-16", "ignore").strip() else None
+    if encoding := _marked(start):
+        return encoding if start.decode(encoding, "ignore").strip() else None
     with suppress(UnicodeDecodeError):
         codecs.getincrementaldecoder("utf-8")().decode(start, final=len(start) < _LARGEST_START)
         return None
@@ -175,8 +185,10 @@ def _other_encoding(start: bytes) -> str | None:
 
 
 def _encoded(where: str, path: Path, encoding: str) -> str:
-    text = "UTF-16 text, not UTF-8" if encoding == "UTF-16" else "not UTF-8 text"
-    return f"{where}: {text}: convert the file, for example with iconv -f {encoding} -t UTF-8 {path} -o NEW"
+    command = f"iconv -f {encoding} -t UTF-8 {path} -o NEW"
+    if encoding in _MARKS.values():
+        return f"{where}: {encoding} text, not UTF-8: convert the file, for example with {command}"
+    return f"{where}: not UTF-8 text: convert the file from its encoding; if that is Latin-1, with {command}"
 
 
 def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: FieldNames = PLAIN) -> str:
@@ -368,8 +380,8 @@ def _read_jsonl(
             if not line.strip():
                 continue
             place = f"{path}:{number}"
-            if number == 1 and line.startswith(_UTF16):
-                raise ValueError(_encoded(place, path, "UTF-16"))
+            if number == 1 and (encoding := _marked(line)):
+                raise ValueError(_encoded(place, path, encoding))
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 record = _parse(text, fields, place)

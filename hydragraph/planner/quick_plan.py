@@ -19,7 +19,7 @@ QUADRATIC_FROM = 4096
 OVERHEAD_TOKENS = 32
 # Maximum number of tokens in a micro-batch, unless one sequence is longer.
 MICRO_BATCH_TOKENS = 8192
-# Number of tokens from which a micro-batch is assumed to use a device well.
+# A micro-batch of at least this many tokens is assumed to use a device well.
 USEFUL_TOKENS = 256
 # Minimum number of micro-batches per stage, which limits a pipeline's bubble to a third.
 MICRO_BATCHES_PER_STAGE = 2

@@ -82,10 +82,11 @@ def test_undecodable_and_empty_files_are_counted_and_logged(tmp_path: Path, capl
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("gr\xfcn".encode("latin-1"), "not UTF-8 text: .*iconv -f LATIN1"),
+        ("gr\xfcn".encode("latin-1"), "not UTF-8 text: .*if that is Latin-1, with iconv -f LATIN1"),
         (b"plain\n" * 1000 + b"caf\xe9", "not UTF-8 text"),  # beyond the first 4 KiB
         ("grün".encode("utf-16"), "UTF-16 text, not UTF-8: .*iconv -f UTF-16"),
         (b"\xfe\xff\x00a", "UTF-16"),
+        ("grün".encode("utf-32"), "UTF-32 text, not UTF-8: .*iconv -f UTF-32"),
         (b"\xff\xfe\x00", ""),
         (b"\x89PNG\x00\x01", ""),
         ("grün".encode(), ""),

@@ -22,7 +22,7 @@ CASES: dict[str, tuple[str, str | bytes, dict[str, Any], str]] = {
     "an empty file": ("a.txt", "", {}, "the corpus holds no text: check data.paths"),
     "an empty jsonl": ("a.jsonl", "\n \n", {}, "the corpus holds no text"),
     "only bytes": ("a.bin", b"\xff\xfe\x00", {}, "the corpus holds no text"),
-    "Latin-1": ("a.txt", b"caf\xe9 noir", {}, "a.txt: not UTF-8 .*: convert the file, .* iconv -f LATIN1 -t UTF-8"),
+    "Latin-1": ("a.txt", b"caf\xe9 noir", {}, "a.txt: not UTF-8 .*: convert the file .* iconv -f LATIN1 -t UTF-8"),
     "UTF-16": ("a.txt", "café".encode("utf-16"), {}, "a.txt: UTF-16 .*, not UTF-8: .* iconv -f UTF-16 -t UTF-8"),
     "UTF-16 records": ("a.jsonl", GOOD.encode("utf-16"), {}, "a.jsonl:1: UTF-16 .*, not UTF-8: convert the file"),
     "a directory that is empty": ("folder/", "", {}, "no corpus file in .*folder.*: name a file"),

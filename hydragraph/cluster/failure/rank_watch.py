@@ -412,7 +412,7 @@ class RankWatch:
             self._look(stopwatch.elapsed())
             if self._fault is not None:
                 if self._fault.stalled:
-                    # Write them before the shutdown, after which this process may end
+                    # This process may end after the shutdown, so write the stacks first
                     self._write_stacks(self._fault)
                 if not self._stopped.wait(_HEAD_START.total_seconds()):
                     self._cut()

@@ -289,5 +289,5 @@ class LauncherRequests:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Do nothing, because a member only records requests."""
+        """Do nothing: a member only records requests."""
         yield

@@ -229,8 +229,8 @@ def _divided(problem: AssignmentProblem, least: MinimumTimes, prices: Floats) ->
     order = np.argsort(least.fill, axis=1)
     weights = (prices * problem.counts)[order]
     fills = np.take_along_axis(least.fill, order, axis=1)
-    # Of the kinds sorted by fill, the first k count at z; for the right k, z is the smallest of the
-    # k solutions.
+    # At time z, only kinds with fill below z have capacity: the first k kinds in the order of fill.
+    # Solve for z with each k; the smallest solution is the right one.
     paid = np.cumsum(weights, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         z = (needed[:, None] + np.cumsum(weights * fills, axis=1)) / paid

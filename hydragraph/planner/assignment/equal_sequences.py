@@ -72,8 +72,8 @@ def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_P
 
 def _counts(kinds: Sequence[_PipelineKind], sequences: int) -> list[int]:
     every = Counter(kinds)
-    # `by(s)` is the number of sequences that a kind finishes in s seconds: find the time by which
-    # all are finished.
+    # `by(s)` is the number of sequences that a kind finishes in s seconds. Find the time in which
+    # all kinds together finish all sequences.
     high = 2 * max(kind.end(sequences) for kind in every if kind.most)  # margin for rounding
     low, _ = bisect(lambda s: sum(n * kind.by(s) for kind, n in every.items()) >= sequences, 0.0, high, PRECISION)
     counts = [kind.by(low) for kind in kinds]

@@ -357,8 +357,8 @@ def descend(placed: Ints, instance: AssignmentArrays, extra: Floats) -> float:
             changed[last] = True
             changed[q] = True
             near = True
-        # Nothing helps among the NEAR pipelines that end first, so all pipelines are tried before
-        # the search ends.
+        # No step to the NEAR pipelines that end first helps. Try all pipelines before the search
+        # ends.
         elif near and pipelines > NEAR:
             near = False
         else:

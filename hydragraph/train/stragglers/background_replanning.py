@@ -19,7 +19,7 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
-# Seconds after which a search returns its best plan so far
+# Deadline of a search, which then returns its best plan so far, in seconds
 DEADLINE_S = 20.0
 # Attempts per question, because the planning process may be killed
 ATTEMPTS = 2

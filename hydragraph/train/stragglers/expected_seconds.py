@@ -7,7 +7,7 @@ from statistics import median
 
 STEPS = 20
 LEAST = 5
-# Ratio of step times from which another plan is requested
+# Another plan is requested if step times differ by this factor
 MATTERS = 1.2
 
 

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 # Minimum number of iterations before the factor of a kind of work is used
 CALIBRATION = 5
-# Number of iterations over which medians are taken
+# Number of iterations in each median
 WINDOW = 32
 NEEDED = 3
 OF = 4
