@@ -51,8 +51,9 @@ def nothing_fits(
         first = f"give that rank {nearest.bytes / 1e9:.3g} GB more, "
     else:
         why = (
-            f"no pipeline of these devices can hold the model: the state alone takes {state / 1e9:.3g} GB of the "
-            f"devices' {room / 1e9:.3g} GB, and each stage adds weights, gradients and activations"
+            f"no pipeline of these devices can hold the model and {workload.longest:,} tokens: the state alone takes "
+            f"{state / 1e9:.3g} GB of the devices' {room / 1e9:.3g} GB, and each stage adds weights, "
+            "gradients and activations"
         )
         first = ""
     wishes = _wishes(costs, workload, safety, streaming)
