@@ -28,7 +28,9 @@ class DevicesOptions(CommonOptions):
 def devices_command(options: DevicesOptions) -> None:
     """Measure and print the devices of all ranks, their types, and the links between them.
 
-    Training with `strategies: auto` also measures the devices. Speeds are measured with small fp32 matrix products.
+    Training with `strategies: auto` also measures the devices. Speeds are measured with matrix products:
+    small fp32 ones on CPUs, and large 16-bit ones on GPUs. The cluster file has the datasheet's speed for a GPU that
+    nearly reaches it, and otherwise the measured speed with `efficiency: 1`.
 
     Example: hydragraph devices --ranks 4 --output cluster.yaml, then edit the file, and run hydragraph plan --cluster
     cluster.yaml --model run.yaml. On several machines: torchrun ... --no-python hydragraph devices.
@@ -66,7 +68,8 @@ def _print(found: DiscoveredCluster) -> None:
     headings = ("rank", "host", "type", "GFLOP/s", "memory GB", "GB/s of memory", "threads", "details")
     table = new_table("devices", headings, left=("host", "type", "details"))
     for rank, (report, name) in enumerate(zip(found.reports, found.types, strict=True)):
-        rates = (report.flops_per_s / 1e9, report.memory_bytes / 1e9, report.memory_bytes_per_s / 1e9)
+        flops = report.half_flops_per_s or report.flops_per_s
+        rates = (flops / 1e9, report.memory_bytes / 1e9, report.memory_bytes_per_s / 1e9)
         threads = str(report.threads) if report.threads else ""
         table.add_row(str(rank), report.host, name, *(f"{rate:.3g}" for rate in rates), threads, report.details)
     Console().print(table)

@@ -39,7 +39,7 @@ from hydragraph.passes.graph_node import (
     varlen,
 )
 from hydragraph.private.tracing import hint_of
-from hydragraph.spec.cluster import Cluster
+from hydragraph.spec.cluster import Cluster, check_efficiency
 from hydragraph.spec.known_devices import UNKNOWN, known
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
@@ -82,21 +82,23 @@ def datasheet(
     """Return a profile that covers all of a cluster's device types.
 
     Args:
-        efficiency: fraction of `flops_per_s` that all operations reach, in (0, 1]; None: use `ROOFLINE`.
+        efficiency: fraction of `flops_per_s` that all operations reach, in (0, 1]; None: each device type's efficiency
+            or, if the type has none, `ROOFLINE`.
         degrees: tensor-parallel degrees; default: all that divide the numbers of heads.
         compiled: function that returns a block's graphs (`passes.variants.Variants.get`); None: the profile contains
             no memory.
     """
-    if efficiency is not None and not 0 < efficiency <= 1:
-        raise ValueError(f"'efficiency' is {efficiency}: give a fraction of the peak FLOP/s, above 0 and at most 1")
+    if efficiency is not None:
+        check_efficiency(efficiency)
     blocks = {block.template: block for block in program.blocks}
     kinds = list(_kinds(program, len(cluster.devices), degrees))
     aux = BlockPiece(ZERO, ZERO, held=aux_lines(program))
     profiles = []
     for name, device in cluster.types.items():
         sheet = known(device.flops_per_s, device.memory_bytes_per_s, name)
-        most = efficiency if efficiency is not None else sheet.reached if sheet else UNKNOWN
-        kernels = ROOFLINE if efficiency is None else UNIFORM
+        uniform = device.efficiency if efficiency is None else efficiency
+        most = uniform if uniform is not None else sheet.reached if sheet else UNKNOWN
+        kernels = ROOFLINE if uniform is None else UNIFORM
         rates = _Rates(device.flops_per_s * most, device.memory_bytes_per_s, program.dtype.itemsize, kernels)
         what = f"{most:.0%} of {device.flops_per_s / 1e12:.4g} TFLOP/s"
         pieces = {
@@ -105,7 +107,7 @@ def datasheet(
         }
         profiles.append(
             Profile(
-                name=f"datasheet of {name or 'the devices'} at {'up to ' if efficiency is None else ''}{what}",
+                name=f"datasheet of {name or 'the devices'} at {'up to ' if uniform is None else ''}{what}",
                 schemes={},
                 util={kind.tp: 1 for kind in kinds},
                 blocks=tuple(block.template for block in program.blocks),
@@ -115,7 +117,7 @@ def datasheet(
                 sizes=ModelSizes.of(program),
                 update=(0.0, UPDATE_BYTES / device.memory_bytes_per_s),
                 efficiency=most,
-                roofline=efficiency is None,
+                roofline=uniform is None,
             )
         )
     return Profile.merge(profiles)

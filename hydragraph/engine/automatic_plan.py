@@ -249,8 +249,8 @@ def _costs(
     if not all(type_profile.pieces for type_profile in every):
         reasons = "; ".join(dict.fromkeys(why for type_profile in every for why in type_profile.unfit.values()))
         _LOG.warning("the cost model does not fit the measured times (%s): operations are counted instead", reasons)
-        source = f"from operation counts at the measured speed of matrix products, because {reasons[:80]}"
-        profile = datasheet(subject.program, found.cluster, 1.0, degrees, Variants(subject.program).get)
+        source = f"from operation counts and the speed of matrix products, because {reasons[:80]}"
+        profile = datasheet(subject.program, found.cluster, None, degrees, Variants(subject.program).get)
         return _priced(subject, profile, found), source
     if groups.world.rank == 0:
         _remember(keys, found, profile, types)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hydragraph.cluster.communicators import Groups
-from hydragraph.runtime.device_reports import DeviceReport, report_devices, types_of
+from hydragraph.runtime.device_reports import ALIKE, DeviceReport, report_devices, types_of
 from hydragraph.runtime.link_measurement import MeasuredLinks, equalized, measure_links
 from hydragraph.runtime.profile_measurement import DevicePlace
 from hydragraph.spec.cluster import Cluster, Device, Interconnect, Node
+from hydragraph.spec.known_devices import sheet_of
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,7 @@ def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: Mea
     devices = []
     for place, name in zip(places, types, strict=True):
         alike = [report for report, other in zip(reports, types, strict=True) if other == name]
-        flops, memory, bandwidth = (
-            min(getattr(report, quantity) for report in alike)
-            for quantity in ("flops_per_s", "memory_bytes", "memory_bytes_per_s")
-        )
-        devices.append(Device(flops, memory, bandwidth, order.index(place), name))
+        devices.append(_slowest(alike, order.index(place), name))
     # A host without a measured link gets the bandwidth of its memory.
     inner: list[Interconnect] = []
     outer: list[Interconnect] = []
@@ -101,3 +98,18 @@ def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: Mea
         cards = counts[place] if len(hosts) == 1 else min(links.cards[host], counts[place])
         nodes.append(Node(name, counts[place], inner[host], outer[host], cards=cards))
     return Cluster(tuple(devices), None, None, tuple(nodes))
+
+
+def _slowest(reports: Sequence[DeviceReport], node: int, name: str) -> Device:
+    """Return a device of a type, with the least speed and memory of its reports."""
+    flops, half, memory, bandwidth = (
+        min(getattr(report, quantity) for report in reports)
+        for quantity in ("flops_per_s", "half_flops_per_s", "memory_bytes", "memory_bytes_per_s")
+    )
+    sheet = sheet_of(reports[0].name.replace("-", " "))
+    # A GPU that is nearly as fast as expected has its datasheet's peak, from which the roofline predicts all sizes
+    # of products. Other measured speeds count as reached.
+    if sheet is not None and half >= ALIKE * sheet.reached * sheet.flops_per_s:
+        host = sheet.host_bytes_per_s
+        return Device(sheet.flops_per_s, memory, sheet.memory_bytes_per_s, node, name, host_bytes_per_s=host)
+    return Device(half or flops, memory, bandwidth, node, name, efficiency=1.0)

@@ -31,6 +31,8 @@ ALIKE = 0.8
 # Maximum number of probes per device if devices with the same name differ in speed; the fastest probe counts.
 PROBES = 6
 COPIED = 1 << 25
+# Rows and columns of the 16-bit products
+LARGE = 4096
 # Packages that must have the same version on all hosts.
 PACKAGES = ("torch", "transformers")
 
@@ -43,6 +45,8 @@ class DeviceReport:
         node: name of the node, whose ranks share memory and network cards.
         memory_bytes: bytes that the rank may use; ranks on the same device or host split the memory.
         products_per_s: small matrix products per second.
+        flops_per_s: speed of these products, in fp32.
+        half_flops_per_s: speed of large 16-bit matrix products on a GPU; 0 on a CPU.
         threads: compute threads on a CPU; 0 on a GPU.
         details: compute capability, PCI address and peers (by NVLink or PCIe) of a GPU, or cores of a CPU; NUMA nodes;
             network interfaces.
@@ -54,6 +58,7 @@ class DeviceReport:
     memory_bytes: int
     products_per_s: float
     flops_per_s: float
+    half_flops_per_s: float
     memory_bytes_per_s: float
     threads: int
     details: str
@@ -81,6 +86,7 @@ def report_devices(groups: Groups, probe: Callable[[], float] | None = None) -> 
         int(memory),
         per_s,
         2 * size**3 * per_s,
+        0.0 if device.type == "cpu" else product_flops_per_s(device, _half_type(), LARGE),
         _bandwidth(device),
         torch.get_num_threads() if device.type == "cpu" else 0,
         _details(device),
@@ -151,6 +157,27 @@ def _products_per_s(device: torch.device) -> float:
     probe = SpeedProbe(device)
     probe.most_s = MOST_S
     return max(probe().per_s, 1e-9)
+
+
+def _half_type() -> torch.dtype:
+    # Before Ampere, GPUs only emulate bfloat16
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+
+
+def product_flops_per_s(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """Return the speed of products of two [size, size] matrices, in FLOP/s."""
+    factor = torch.ones(size, size, dtype=dtype, device=device)
+    out = torch.empty_like(factor)
+    # The first products warm up; the last products are measured.
+    for _ in range(2):
+        count = 0
+        began = ended = time.perf_counter()
+        while ended < began + MOST_S / 2:
+            torch.mm(factor, factor, out=out)
+            synchronise(device)
+            count += 1
+            ended = time.perf_counter()
+    return 2 * size**3 * count / (ended - began)
 
 
 def _bandwidth(device: torch.device) -> float:

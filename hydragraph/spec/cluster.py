@@ -3,6 +3,7 @@
 types:
   h100: {flops_per_s: 9.89e14, memory_bytes: 80e9, memory_bytes_per_s: 3.35e12}
   l4: {flops_per_s: 1.2e14, memory_bytes: 24e9, memory_bytes_per_s: 3e11, host_bytes_per_s: 25e9}   # optional
+  x86: {flops_per_s: 1e11, memory_bytes: 16e9, memory_bytes_per_s: 2e10, efficiency: 1}             # measured speed
 nodes:                                  # ranks are numbered in this order
   - {type: h100, devices: 8, inner: {bytes_per_s: 450e9, latency_s: 5e-6}, outer: {bytes_per_s: 50e9, latency_s: 1e-5}}
   - {type: l4, devices: 4, count: 2, inner: {bytes_per_s: 16e9, latency_s: 1e-5},
@@ -86,6 +87,12 @@ class Interconnect:
         return Interconnect(self.bytes_per_s * factor, self.latency_s, points)
 
 
+def check_efficiency(value: object) -> None:
+    """Raise ValueError unless `value` is a fraction of the peak FLOP/s."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(f"'efficiency' is {value!r}: give a fraction of the peak FLOP/s, above 0 and at most 1")
+
+
 @dataclass(frozen=True)
 class DeviceType:
     """A type of device.
@@ -93,15 +100,20 @@ class DeviceType:
     Attributes:
         flops_per_s: peak at the precision of training; a multiply-add counts as two operations.
         host_bytes_per_s: bandwidth of copies to and from host memory; default: 16 lanes of PCIe 4.
+        efficiency: fraction of `flops_per_s` that all operations reach, such as 1 for a measured speed; None: predicted
+            by `cost.datasheet.Roofline`.
     """
 
     flops_per_s: float
     memory_bytes: int
     memory_bytes_per_s: float
     host_bytes_per_s: float = field(default=PCIE_4, kw_only=True)
+    efficiency: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _set_positive(self, "host_bytes_per_s", "flops_per_s", "memory_bytes", "memory_bytes_per_s")
+        if self.efficiency is not None:
+            check_efficiency(self.efficiency)
         object.__setattr__(self, "memory_bytes", _whole("memory_bytes", self.memory_bytes))
 
     def device(self, node: int, name: str) -> Device:
@@ -498,7 +510,8 @@ def _with_link(node: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
 
 
 def type_of_sheet(sheet: Datasheet) -> DeviceType:
-    return DeviceType(**{field.name: getattr(sheet, field.name) for field in fields(DeviceType)})
+    rates = (sheet.flops_per_s, int(sheet.memory_bytes), sheet.memory_bytes_per_s)
+    return DeviceType(*rates, host_bytes_per_s=sheet.host_bytes_per_s)
 
 
 def _slower(one: Interconnect, other: Interconnect) -> Interconnect:

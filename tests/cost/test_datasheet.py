@@ -214,6 +214,16 @@ def test_a_roofline_is_slower_than_its_peak_and_nears_it_for_large_products() ->
     assert few > 3 * many  # per token
 
 
+def test_a_types_own_efficiency_counts_unless_another_is_given() -> None:
+    program = llama()
+    measured = Cluster((replace(cluster(1, 1e11).devices[0], efficiency=1.0),), LINK, LINK)
+    profile, flat = datasheet(program, measured), datasheet(program, cluster(1, 1e11), efficiency=1.0)
+    assert profile.pieces == flat.pieces
+    assert (profile.efficiency, profile.roofline) == (1.0, False)
+    halved = datasheet(program, measured, efficiency=0.5)
+    assert halved.pieces == datasheet(program, cluster(1, 1e11), efficiency=0.5).pieces
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_token_is_multiplied_by_its_own_experts_only(tp: int) -> None:
     program, _ = captured("mixtral")  # two of four experts, of 96, for each token

@@ -270,7 +270,7 @@ def test_two_types_are_measured_again_only_if_their_ratio_has_changed(
 ) -> None:
     def starting(*products_per_s: float) -> DiscoveredCluster:
         reports = tuple(
-            DeviceReport(f"n{i}", f"h{i}", "cpu", 10**9, per_s, 1e9, 1e9, 1, "", ())
+            DeviceReport(f"n{i}", f"h{i}", "cpu", 10**9, per_s, 1e9, 0.0, 1e9, 1, "", ())
             for i, per_s in enumerate(products_per_s)
         )
         network = (Interconnect(1e9, 1e-5),) * 2
@@ -298,7 +298,7 @@ def test_two_types_are_measured_again_only_if_their_ratio_has_changed(
     ],
 )
 def test_the_rank_with_the_fastest_cpu_plans(flops: tuple[float, ...], threads: int, rank: int) -> None:
-    reports = [DeviceReport("n", "h", "cpu", 10**9, 1e3, each, 1e9, threads, "", ()) for each in flops]
+    reports = [DeviceReport("n", "h", "cpu", 10**9, 1e3, each, 0.0, 1e9, threads, "", ()) for each in flops]
     assert automatic_plan.planning_rank(reports) == rank
 
 

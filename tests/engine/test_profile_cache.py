@@ -19,7 +19,7 @@ from hydragraph.engine.profile_cache import (
 from hydragraph.runtime.device_reports import DeviceReport
 from tests.cost import priced
 
-ONE = DeviceReport("n0", "host0", "a100", 40 * 10**9, 100.0, 1e12, 1e12, 0, "", (("torch", "2"),))
+ONE = DeviceReport("n0", "host0", "a100", 40 * 10**9, 100.0, 1e12, 5e12, 1e12, 0, "", (("torch", "2"),))
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,16 @@ from hypothesis import strategies as st
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import join
 from hydragraph.runtime import device_reports
-from hydragraph.runtime.device_reports import DeviceReport, check_versions, report_devices, types_of
+from hydragraph.runtime.device_reports import (
+    DeviceReport,
+    check_versions,
+    product_flops_per_s,
+    report_devices,
+    types_of,
+)
 
 VERSIONS = (("hydragraph", "1"), ("torch", "2"))
-ONE = DeviceReport("n0", "host0", "a100", 40 * 10**9, 100.0, 1e12, 1e12, 0, "", VERSIONS)
+ONE = DeviceReport("n0", "host0", "a100", 40 * 10**9, 100.0, 1e12, 5e12, 1e12, 0, "", VERSIONS)
 
 
 def test_devices_are_told_apart_by_name_speed_and_memory() -> None:
@@ -112,3 +118,10 @@ def test_a_gpu_reports_where_it_is_and_whom_it_reaches(monkeypatch: pytest.Monke
     monkeypatch.setattr(device_reports, "nvlink_peers", lambda own: {3, 2} if own == 1 else set())
     details = device_reports._details(torch.device("cuda", 1))
     assert details.startswith("compute capability 9.0, PCI 0000:1b:00, NVLink to GPU 2 and 3, PCIe to GPU 0")
+
+
+def test_the_speed_of_products_is_that_of_the_counted_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(i * 0.1 for i in range(100))
+    monkeypatch.setattr(device_reports.time, "perf_counter", lambda: next(seconds))
+    # Each product takes 0.1 s, so two products pass MOST_S / 2.
+    assert product_flops_per_s(torch.device("cpu"), torch.bfloat16, 8) == pytest.approx(2 * 8**3 / 0.1)

@@ -119,6 +119,12 @@ def test_values_are_checked(make: Any, arguments: tuple[Any, ...], message: str)
         ),
         ("memory_bytes: 9e9", "memory_bytes: 80", "devices[1]: 'memory_bytes' is 80: give bytes, such as 80e9"),
         ("flops_per_s: 2e14", "flops_per_s: 312", "devices[1]: 'flops_per_s' is 312: give FLOP/s, such as 989e12"),
+        (
+            "memory_bytes: 9e9",
+            "memory_bytes: 9e9, efficiency: 45",
+            "devices[1]: 'efficiency' is 45: give a fraction of the peak FLOP/s, above 0 and at most 1",
+        ),
+        ("memory_bytes: 9e9", "memory_bytes: 9e9, efficiency: high", "devices[1]: 'efficiency' is 'high': "),
         ("latency_s: 0.7", "latency_ms: 7", "between_nodes: unknown field 'latency_ms': did you mean 'latency_s'?"),
         ("{bytes_per_s: 5e9, latency_s: 0.7}", "5", "between_nodes: expected a mapping with bytes_per_s, latency_s"),
         ("within_node: ", "within: ", "cluster: unknown field 'within': did you mean 'within_node'?"),
