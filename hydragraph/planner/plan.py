@@ -84,8 +84,10 @@ STAGED = 2
 NEAR = 0.005
 # Plans for varying lengths within this fraction of the best time are simulated again with the given rank numbers.
 AGAIN = 0.01
-# No work starts after the fraction SEARCHING of the deadline. Searches may use FINDING of the rest.
+# No work starts after the fraction SEARCHING of the deadline, and no search after SEARCHED. Searches may use FINDING of
+# the rest.
 SEARCHING = 0.9
+SEARCHED = 0.75
 FINDING = 0.65
 CLIMBS = 3
 # Maximum number of candidates for the iteration planner; each must save the fraction WORTH of the time.
@@ -292,7 +294,9 @@ def _plan(costs: Costs, asked: _Question, deadline_s: float | None) -> Plan:
     # The order ignores rates during replanning, so a rank that becomes slow keeps its state.
     order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
-    looked, safety = _searched(costs, asked, order, None if running is None else moved)
+    # `_extended` takes little time and may find the best plan, so the searches leave it some.
+    searching = replace(asked, until=None if deadline_s is None else began + SEARCHED * deadline_s)
+    looked, safety = _searched(costs, searching, order, None if running is None else moved)
     looked = _extended(costs, asked, looked)
     if asked.deterministic:
         looked = replace(looked, settled=tuple(one_by_one(costs, each) for each in looked.settled), passed=())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 
@@ -13,20 +14,24 @@ from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.planner import plan as planning
 from hydragraph.planner.price_candidate import PricedPlan, Shortage
+from hydragraph.planner.price_mini_batches import MiniBatchPrices
 from hydragraph.planner.streamed_data_parallelism import streamed
-from hydragraph.planner.streamed_pipelines import owned_pipelines
+from hydragraph.planner.streamed_pipelines import _balanced, owned_pipelines
 from hydragraph.spec.cluster import Interconnect
+from hydragraph.spec.health import Health
 from hydragraph.spec.pipeline import GRADIENTS
+from hydragraph.spec.strategy import Strategy
 from tests.cost import priced
 from tests.thorough import first
 
 WORKLOAD = hg.Workload(sequences=8, length=1000)
 STREAMS = (GRADIENTS, True)
+LAYERS = 8
 
 
 def costs_of(*memory: float) -> Costs:
     """Return costs of two nodes of two devices, whose link is slow; memory is of each node's devices."""
-    profile = priced.that_saves(priced.profile(8, "fast", elements=2_000_000))
+    profile = priced.that_saves(priced.profile(LAYERS, "fast", elements=2_000_000))
     costs = Costs(profile, priced.cluster(4, 2, outer=Interconnect(1e9, 1e-5)))
     devices = tuple(replace(d, memory_bytes=int(memory[d.node])) for d in costs.cluster.devices)
     return costs.changed(cluster=replace(costs.cluster, devices=devices))
@@ -94,3 +99,25 @@ def test_groups_that_no_depth_divides_form_pipelines_of_equal_depth(devices: int
     for one in found:
         assert {pipeline.layers for pipeline in one.strategy.pipelines} == {layers}
         assert len({len(pipeline.stages) for pipeline in one.strategy.pipelines}) == 1
+
+
+@pytest.mark.parametrize(("slower", "working"), [(1.3, 4), (30.0, 2)])
+def test_stages_take_nearly_equal_times_and_much_slower_devices_stay_idle(slower: float, working: int) -> None:
+    costs = costs_of(1e9, 1e9).changed(health=Health({2: slower, 3: slower}))
+    workload = hg.Workload(sequences=32, length=1000)
+    found = {s: seconds for s, seconds in _balanced(costs, workload).items() if len(s.pipelines) == 1}
+    best = min(found, key=found.__getitem__)
+    varied = MiniBatchPrices(costs, workload.batches)
+
+    def seconds(strategy: Strategy) -> float:
+        settled = varied.settle(strategy, "owned")
+        return settled.seconds if isinstance(settled, PricedPlan) else math.inf
+
+    # every: all ways to divide the layers over the first two devices, and over all four
+    ends = itertools.combinations(range(1, LAYERS), 3)
+    every = [f"<[0]x{a},[1]x{b - a},[2]x{c - b},[3]x{LAYERS - c}>" for a, b, c in ends]
+    every += [f"<[0]x{a},[1]x{LAYERS - a}>" for a in range(1, LAYERS)]
+    least = min(seconds(Strategy.parse(text, LAYERS)) for text in every)
+    assert len(best.devices) == working
+    assert seconds(best) <= 1.02 * least
+    assert seconds(best) == pytest.approx(found[best], rel=0.1)
