@@ -66,7 +66,9 @@ def owned_pipelines(
 def _expected_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
     each = max(1.0, sum(map(len, workload.batches)) / len(workload.batches) / len(strategy.pipelines))
     bubble = (len(strategy.pipelines[0].stages) - 1) / each
-    counts = micro_batches_of_each(costs, strategy, workload)
+    # Only streamed stages move weights or gradients once per micro-batch
+    streams = strategy.streams
+    counts = micro_batches_of_each(costs, strategy, workload) if streams else [1] * len(strategy.pipelines)
     return max((1 + bubble) * computing_s(costs, strategy, workload), traffic_s(costs, strategy, counts))
 
 
