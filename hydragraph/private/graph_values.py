@@ -84,19 +84,24 @@ class ValueDecoder:
     def __init__(self, hints: Sequence[int]) -> None:
         self._hints = hints
         self._known: dict[str, Any] = {}
+        self._tensors: dict[str, FakeTensor] = {}
         self._mode: FakeTensorMode | None = None
 
     def value(self, data: Data) -> Any:
-        """Return the decoded value, whose tensors share no storages."""
+        """Return the decoded value; equal tensors are one object, whose storage has no meaning."""
         if not isinstance(data, list):
             return self._size(data)
         if data[0] == "list":
             return tuple(map(self.value, data[1:]))
-        # A `FakeTensor` pairs a meta tensor with the device that it pretends to be on.
         _, dtype, device, shape, strides, _ = data
-        sizes = [[self._size(s) for s in dims] for dims in (shape, strides)]
-        tensor = torch.empty_strided(*sizes, dtype=getattr(torch, dtype), device="meta")
-        return FakeTensor(self._trace(), tensor, torch.device(device))
+        # PyTorch takes half a millisecond to create a tensor with symbolic sizes
+        form = str((dtype, device, shape, strides))
+        if form not in self._tensors:
+            sizes = [[self._size(s) for s in dims] for dims in (shape, strides)]
+            tensor = torch.empty_strided(*sizes, dtype=getattr(torch, dtype), device="meta")
+            # A `FakeTensor` pairs a meta tensor with the device that it pretends to be on.
+            self._tensors[form] = FakeTensor(self._trace(), tensor, torch.device(device))
+        return self._tensors[form]
 
     def forms(self, data: Data) -> list[TensorForm]:
         """Return the dtypes and sizes of a value's tensors, without creating the tensors."""
