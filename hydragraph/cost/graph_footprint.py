@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -24,7 +23,7 @@ from hydragraph.passes.differentiate import Variant, saved_names
 from hydragraph.passes.offload import moves
 from hydragraph.passes.split_backward import split_backward
 from hydragraph.private.graph_values import TensorForm
-from hydragraph.private.tracing import hint_of, symbol_name
+from hydragraph.private.tracing import hint_of, symbol_name, symbols_in
 from hydragraph.spec.stage_kind import StagePart
 
 # (c, t, b): c * `TracedSizes.factor`^t * `TracedSizes.bounds`^b bytes
@@ -317,7 +316,7 @@ def head_operands(node: fx.Node) -> Sequence[fx.Node] | None:
 
 
 def _symbols(size: int | torch.SymInt) -> set[str]:
-    return set(re.findall(r"[A-Za-z]\w*", symbol_name(size) or ""))
+    return symbols_in(size) if isinstance(size, torch.SymInt) else set()
 
 
 def _shape(node: fx.Node) -> Sequence[Any]:
