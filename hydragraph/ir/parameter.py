@@ -65,6 +65,10 @@ class ShardRule:
     def allows(self, tp: int) -> bool:
         return not self.heads or all(shares_heads(segment, tp) for segment in self.segments)
 
+    def leaves_one_head(self, tp: int) -> bool:
+        """Return whether a rank stores a single head of some segment."""
+        return self.heads and min(self.segments) <= tp
+
 
 @dataclass(frozen=True)
 class Parameter:

@@ -67,7 +67,9 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
     """
     proven = f"{spec.where}, with its gradient"
     outputs = len(results_of(sharded.graph))
-    if spec.part.tp > 1:
+    rules = [parameter.rule for parameter in spec.parameters.values() if parameter.rule is not None]
+    # For a degree that leaves one head, the common trace would only be made in vain.
+    if spec.part.tp > 1 and not any(rule.leaves_one_head(spec.part.tp) for rule in rules):
         # With local names, all layers that share a template also share the cached trace.
         local = tuple((name, replace(parameter, name=name)) for name, parameter in spec.parameters.items())
         template, part = spec.template, wide_part(spec.part.sequence_parallel)

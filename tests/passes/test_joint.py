@@ -127,6 +127,11 @@ def test_what_is_not_proven_is_traced(which: str, traces: list[int]) -> None:
     assert [tuple(value_of(n).shape) for n in given if value_of(n) is not None][: len(shapes)] == shapes
 
 
+def test_a_degree_that_leaves_one_head_to_a_rank_has_only_its_own_trace(traces: list[int]) -> None:
+    make_variant(specs(captured("llama"), StagePart(StageKind(4)))[1])
+    assert traces == [4]
+
+
 def test_a_trace_that_fails_is_no_error(traces: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joint, "SHARE", 1 << 60)  # times the elements of a weight: more than PyTorch counts
     embed, *_ = specs(captured("gpt2"), StagePart(StageKind(2)))
