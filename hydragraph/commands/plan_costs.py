@@ -1,10 +1,10 @@
 """Costs of `hydragraph plan --cluster`, and compilation of the graphs that determine memory.
 
-With a second core, another process compiles graphs in reverse order, then graphs with sums in pieces:
+With a second core, another process compiles about half of the graphs, then graphs with sums in pieces:
 
     python -m hydragraph.commands.plan_costs    reads pickled `PlanOptions` from stdin
 
-Each process finds the other process's graphs in the user's cache.
+The main process finds the other process's graphs in the user's cache.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 from hydragraph.cluster.module_process import start_module
@@ -40,11 +41,16 @@ if TYPE_CHECKING:
 
 Ready = Callable[[str, "StagePart"], bool]
 
+# Time of a trace, relative to the time in which a kind's graphs are derived from the trace
+TRACED = 4
+POLL_S = 0.05
+
 
 @contextmanager
-def compiled_from_both_ends(asked: PlanOptions) -> Iterator[None]:
+def compiled_by_two(asked: PlanOptions) -> Iterator[Callable[[], bool]]:
+    """Start the other process; yield a function that returns whether it runs."""
     if asked.model is None or (os.cpu_count() or 1) < 2:
-        yield
+        yield lambda: False
         return
     nowhere = subprocess.DEVNULL
     with start_module(__name__, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, bufsize=0) as helper:
@@ -53,7 +59,7 @@ def compiled_from_both_ends(asked: PlanOptions) -> Iterator[None]:
         with suppress(BrokenPipeError):
             helper.stdin.write(pickle.dumps(asked))
         try:
-            yield
+            yield lambda: helper.poll() is None
         finally:
             helper.kill()
 
@@ -123,33 +129,70 @@ def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Cos
     return costs, source, lambda block, part: variants.traced(named[block], part)
 
 
-def compile_graphs(costs: Costs, seconds: float | None, ready: Ready = lambda *_: False) -> Costs:
+def compile_graphs(
+    costs: Costs, seconds: float | None, ready: Ready = lambda *_: False, helped: Callable[[], bool] = lambda: False
+) -> Costs:
     """Compile graphs until `seconds` have passed, and return the costs of the compiled or `ready` kinds of stages.
 
-    Kinds without sequence parallelism, which share traces, are compiled first. Kinds with one device per stage are
-    always compiled.
+    Kinds with one device per stage are always compiled.
+
+    Args:
+        helped: whether the other process, which compiles its share of the kinds, still runs.
     """
     from hydragraph.spec.stage_kind import StagePart
 
-    until = None if seconds is None else time.monotonic() + seconds
+    began = time.monotonic()
+    until = math.inf if seconds is None else began + seconds
     late: set[StageKind] = set()
-    for kind in _kinds(costs):
+
+    def done(kind: StageKind) -> bool:
+        return all(ready(block, StagePart(kind)) for block in _examples(costs))
+
+    own, others = _halves(costs)
+    for kind in own:
         # After the time limit, only kinds whose graphs the cache has are added; tp 1 always is.
-        over = kind.tp > 1 and until is not None and time.monotonic() > until
-        if over and not all(ready(block, StagePart(kind)) for block in _examples(costs)):
+        if kind.tp > 1 and time.monotonic() > until and not done(kind):
+            late.add(kind)
+        else:
+            _compile(costs, kind)
+    # The halves take about the same time. If the other process is much slower, compile its half, too.
+    patience = min(until, 2 * time.monotonic() - began)
+    for kind in others:
+        while helped() and time.monotonic() < patience and not done(kind):
+            time.sleep(POLL_S)
+        if kind.tp > 1 and time.monotonic() > until and not done(kind):
             late.add(kind)
         else:
             _compile(costs, kind)
     return costs.changed(profile=_without(costs.profile, late)) if late else costs
 
 
-def compile_backwards(costs: Costs) -> None:
-    """Compile the graphs of all kinds of stages, last kinds first, then graphs with sums in pieces."""
-    kinds = _kinds(costs)
-    # The main process compiles from the other end, so the two meet in the middle.
-    pieces = [kind._replace(sums_in_pieces=True) for kind in kinds if kind.tp > 1 and not kind.sequence_parallel]
-    for kind in [*reversed(kinds), *pieces]:
+def compile_other_half(costs: Costs) -> None:
+    """Compile the graphs that the main process does not compile, then graphs with sums in pieces."""
+    own, others = _halves(costs)
+    pieces = [
+        kind._replace(sums_in_pieces=True) for kind in (*own, *others) if kind.tp > 1 and not kind.sequence_parallel
+    ]
+    for kind in [*others, *pieces]:
         _compile(costs, kind)
+
+
+def _halves(costs: Costs) -> tuple[list[StageKind], list[StageKind]]:
+    """Divide kinds of stages between two processes such that no trace is made twice."""
+    rules = [parameter.rule for bucket in costs.buckets for parameter in bucket.parameters]
+
+    def trace(kind: StageKind) -> tuple[int, bool]:
+        # Several degrees share a trace, except those that leave one head to a rank (`passes.joint`).
+        alone = kind.tp == 1 or any(rule is not None and rule.leaves_one_head(kind.tp) for rule in rules)
+        return kind.tp if alone else 0, kind.sequence_parallel
+
+    groups: dict[tuple[int, bool], list[StageKind]] = {}
+    for kind in sorted(_kinds(costs), key=lambda kind: (trace(kind), kind)):
+        groups.setdefault(trace(kind), []).append(kind)
+    work = [TRACED + len(kinds) for kinds in groups.values()]
+    first = max(1, sum(2 * total <= sum(work) for total in accumulate(work)))
+    lists = list(groups.values())
+    return list(chain(*lists[:first])), list(chain(*lists[first:]))
 
 
 def _compile(costs: Costs, kind: StageKind) -> None:
@@ -171,7 +214,7 @@ def _kinds(costs: Costs) -> list[StageKind]:
     for name in costs.cluster.types:
         most = max((count for (of, _), count in ranks.items() if of == name), default=0)
         kinds |= {kind for kind in costs.profile.of(name).pieces if kind.tp <= most and costs.sizes.allows(kind.tp)}
-    return sorted(kinds, key=lambda kind: (kind.sequence_parallel, kind.recompute, kind))
+    return sorted(kinds)
 
 
 def excluded_text(before: Costs, after: Costs) -> str:
@@ -240,7 +283,7 @@ def _help_command() -> None:
     asked = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_command, daemon=True).start()
     costs, *_ = costs_of_plan(asked, PlanInputs.read(asked), str)
-    compile_backwards(costs)
+    compile_other_half(costs)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from hydragraph.commands.options import stated_size
 from hydragraph.commands.plan_costs import (
     PlanInputs,
     compile_graphs,
-    compiled_from_both_ends,
+    compiled_by_two,
     costs_of_plan,
     excluded_text,
 )
@@ -67,14 +67,14 @@ def plan_devices(asked: PlanOptions) -> None:
     def left(part: float = 1.0) -> float | None:
         return None if asked.deadline is None else max(0.0, part * asked.deadline - (time.monotonic() - start))
 
-    with compiled_from_both_ends(asked), progress("importing the planner") as say:
+    with compiled_by_two(asked) as helped, progress("importing the planner") as say:
         from hydragraph.planner.first_compilation import first_compilation
 
         # numba compiles the search once per machine, which may take much of the deadline.
         with first_compilation(bool(workload.lengths), left(COMPILING)) as compiling:
             if compiling:
                 say("compiling the planner's search once")
-            planned = _planned(asked, inputs, prices, workload, left, say)
+            planned = _planned(asked, inputs, prices, workload, left, say, helped)
     _show(asked, planned, workload)
     # The process ends now, so do not collect what `uncollected` left
     if began is not None:
@@ -97,6 +97,7 @@ def _planned(
     workload: Workload,
     left: Callable[..., float | None],
     say: Say,
+    helped: Callable[[], bool],
 ) -> DevicePlan:
     from hydragraph.planner.brief_explanation import with_causes
     from hydragraph.planner.plan import plan
@@ -109,7 +110,7 @@ def _planned(
     running = None if asked.running is None else _running(asked.running, costs.outline.layers, costs.ranks)
     if config is not None:
         say("compiling graphs")
-        compiled = compile_graphs(costs, left(COMPILING), ready=ready)
+        compiled = compile_graphs(costs, left(COMPILING), ready, helped)
         source += excluded_text(costs, compiled)
         costs = compiled
     say("searching")

@@ -21,7 +21,7 @@ import hydragraph as hg
 from hydragraph import cli
 from hydragraph.commands import plan_costs
 from hydragraph.commands import plan_devices as command
-from hydragraph.commands.plan_costs import compile_graphs, compiled_from_both_ends, excluded_text
+from hydragraph.commands.plan_costs import compile_graphs, compiled_by_two, excluded_text
 from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.published_errors import MEMORY
@@ -30,7 +30,7 @@ from hydragraph.errors import StillCompiling
 from hydragraph.planner import first_compilation
 from hydragraph.planner import plan as planning
 from hydragraph.report.number_text import seconds_text
-from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_checks import read_strategies
 from hydragraph.train.model import skeleton
@@ -156,28 +156,54 @@ def test_kinds_that_the_other_process_has_compiled_are_kept_at_the_deadline() ->
     assert kept == {StageKind(2, False, True)}
 
 
-def test_another_process_compiles_from_the_other_end_then_sums_in_pieces(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_process_compiles_half_of_the_graphs_then_sums_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = priced.costs(LAYERS, priced.mixed())
     seen: list[StageKind] = []
     monkeypatch.setattr(type(costs.blocks), "adds", lambda _, block, part: seen.append(part.kind))
     compile_graphs(costs, None)
-    first = list(dict.fromkeys(seen))
-    assert len(first) > 1
+    own, others = plan_costs._halves(costs)
+    assert own
+    assert others
+    assert list(dict.fromkeys(seen)) == [*own, *others]
     seen.clear()
-    plan_costs.compile_backwards(costs)
+    plan_costs.compile_other_half(costs)
     pieces = [StageKind(2, False, again, True) for again in (False, True)]
-    assert list(dict.fromkeys(seen)) == [*first[::-1], *pieces]
+    assert list(dict.fromkeys(seen)) == [*others, *pieces]
 
 
 def test_graphs_that_share_a_trace_are_compiled_by_one_process() -> None:
     costs = priced.costs(LAYERS, priced.mixed())
     pieces = costs.profile.pieces
     further = {kind._replace(sequence_parallel=True): piece for kind, piece in pieces.items() if kind.tp > 1}
-    kinds = plan_costs._kinds(costs.changed(profile=replace(costs.profile, pieces={**pieces, **further})))
+    halves = plan_costs._halves(costs.changed(profile=replace(costs.profile, pieces={**pieces, **further})))
+    kinds = [kind for half in halves for kind in half]
     assert {(kind.sequence_parallel, kind.recompute) for kind in kinds} == {*product((False, True), repeat=2)}
-    assert kinds == sorted(kinds, key=lambda kind: kind.sequence_parallel)
+    own, others = ({(kind.tp == 1, kind.sequence_parallel) for kind in half} for half in halves)
+    assert own.isdisjoint(others)
+
+
+@pytest.mark.parametrize("helped", [False, True])
+def test_the_other_half_is_awaited_while_the_other_process_runs(helped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = priced.costs(LAYERS, priced.mixed())
+    own, others = plan_costs._halves(costs)
+    compiled: list[StageKind] = []
+    asked: list[StageKind] = []
+
+    def adds(_: object, block: str, part: StagePart) -> None:
+        time.sleep(0.05 if part.kind in own else 0)
+        compiled.append(part.kind)
+
+    def ready(block: str, part: StagePart) -> bool:
+        assert set(own) <= set(compiled)
+        asked.append(part.kind)
+        return len(asked) > 3
+
+    monkeypatch.setattr(plan_costs, "POLL_S", 0.0)
+    monkeypatch.setattr(type(costs.blocks), "adds", adds)
+    compile_graphs(costs, None, ready, lambda: helped)
+    assert list(dict.fromkeys(compiled)) == [*own, *others]
+    assert list(dict.fromkeys(asked)) == (others if helped else [])
+    assert asked[:4] == others[:1] * 4 * helped
 
 
 def test_the_other_process_ends_with_the_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +217,7 @@ def test_the_other_process_ends_with_the_compilation(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     values: dict[str, Any] = {each.name: None for each in fields(PlanOptions)}
     asked = PlanOptions(**values | {"model": tmp_path / "run.yaml"})
-    with pytest.raises(RuntimeError, match="a mistake"), compiled_from_both_ends(asked):
+    with pytest.raises(RuntimeError, match="a mistake"), compiled_by_two(asked):
         raise RuntimeError("a mistake")
     assert begun[0].poll() is not None
 
