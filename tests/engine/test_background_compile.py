@@ -32,6 +32,13 @@ STEPS = 600
 AFTER = 3  # steps of the new strategy
 
 
+def give_way(exe: hg.Executable) -> None:
+    """Wait a second, or until the process that compiles for this rank has ended: it gives way to ranks."""
+    making, end = exe._chooser._making, time.monotonic() + 1.0
+    while making is not None and not making.settled and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def trained(prepared: Ready, refused: bool) -> list[str]:
     """Train until ranks have switched, perhaps after one refused switch; they must not compile upcoming variants."""
     exe = prepared.executable([RUNNING, ONE], lambda named: torch.optim.SGD(named, lr=1e-2), policy=Policy(workers=0))
@@ -39,7 +46,7 @@ def trained(prepared: Ready, refused: bool) -> list[str]:
 
     def step() -> str:
         names.append(exe.step(sequences([20, 13, 7], seed=len(names) % 5)).strategy)
-        time.sleep(0.5)  # for the process that gives way to ranks
+        give_way(exe)
         assert len(names) < STEPS
         return names[-1]
 
