@@ -41,6 +41,7 @@ _SHARED = [
     "pytest",
     "hypothesis",
     "peft",
+    "hydragraph.commands.train",
     "hydragraph.planner.plan",
     "transformers.models.gpt2.modeling_gpt2",
     "tests.warm",

@@ -7,7 +7,9 @@ backward: a process that ran one must not be forked.
 
 from __future__ import annotations
 
+import os
 import threading
+from typing import Any
 from unittest import mock
 
 from numba.core.registry import cpu_target
@@ -15,9 +17,20 @@ from tqdm import tqdm
 
 import hydragraph as hg
 from hydragraph.frontend.check import check_once
+from hydragraph.train import run_saving
+from hydragraph.train.loss_picture import write_picture
+from tests.commands.tiny import DRAWN
 from tests.models import llama
 
 check_once.AUTO = "off"  # as in tests/in_each_worker.py
+
+
+def _draw_if_asked(*given: Any) -> None:
+    if DRAWN in os.environ:
+        write_picture(*given)
+
+
+mock.patch.object(run_saving, "write_picture", _draw_if_asked).start()
 tqdm.monitor_interval = 0  # `torch.fx.Interpreter` makes an invisible progress bar, which would start a thread
 
 _threads = threading.active_count()  # pytest-xdist has one

@@ -6,11 +6,12 @@ import fcntl
 import os
 import pickle
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from tests.commands.tiny import LOPSIDED, run, write
+from tests.commands.tiny import DRAWN, LOPSIDED, run, write
 
 
 @pytest.fixture(scope="session")
@@ -36,4 +37,5 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 
 def _trained(folder: Path) -> tuple[Path, Result]:
     config = write(folder, ranks=2, strategies=LOPSIDED, steps=6)
-    return folder, run("train", config, "--trace")
+    with mock.patch.dict(os.environ, {DRAWN: "1"}):
+        return folder, run("train", config, "--trace")

@@ -11,6 +11,8 @@ from typer.testing import CliRunner, Result
 from hydragraph import cli
 from tests.train.plain import settings
 
+# An environment variable: ranks draw their losses only if it is set, because it takes longer than their steps.
+DRAWN = "HYDRAGRAPH_TESTS_DRAW"
 LOPSIDED = ["<[0]x1,[1]x1>", "<[0,1]x2>"]
 
 
