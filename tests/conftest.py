@@ -6,6 +6,7 @@ workers start. `tests/in_each_worker.py` is for the processes that run tests.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import os
@@ -49,6 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Run the tests of the whole system first: they take longest, and none should be left alone at the end."""
     mark_others(items, whole=not any("::" in argument for argument in config.args))
     gc.freeze()  # else every full collection would visit all imported modules, for a second
+    atexit.register(gc.unfreeze)  # the interpreter's end frees them, and nanobind would list those left
     gc.enable()
     items.sort(key=lambda item: item.path.parent not in (Path(__file__).parent, Path(__file__).with_name("engine")))
 
@@ -60,7 +62,3 @@ def pytest_report_to_serializable(report: pytest.TestReport) -> Generator[None, 
     if data and report.when and report.passed:
         data |= {"keywords": {}, "sections": []}
     return data
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # the interpreter's end frees them, and nanobind would list those left
