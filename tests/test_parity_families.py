@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hydragraph as hg
 from tests import reference
 from tests.frontend.families import build
-from tests.models import MODELS, bert, llama4, randomised, sequences
+from tests.models import MODELS, bert, llama4, mixtral, randomised, sequences
 from tests.own_models import Own, alone, weighted
 from tests.ready import Ready
 from tests.thorough import thorough
@@ -78,7 +78,7 @@ class Family:
 FAMILIES = {
     **{n: Family(MODELS[n], strategies=tuple(CUT)) for n in ("opt", "gemma")},
     **{n: Family(MODELS[n]) for n in ("gpt_neox", "granite", "mistral", "phi", "qwen2", "qwen3")},
-    "mixtral": Family(MODELS["mixtral"], strategies=("<[1,0]x2sr>",)),
+    "mixtral": Family(lambda: mixtral(num_hidden_layers=1), strategies=("<[1,0]x1sr>",), layers=1),
     "mixtral in two pipelines": Family(MODELS["mixtral"], strategies=tuple(EXPERTS)),
     "qwen3_5": Family(lambda: randomised(build("qwen3_5_text")[0]), strategies=tuple(EXPERTS)),  # linear attention
     "llama4": Family(lambda: llama4(layers=3), strategies=("<[0,1]x2s,[2]x1>", "<[2,0]x3r> + <[1]x3>"), layers=3),
