@@ -29,7 +29,7 @@ gc.disable()  # until all tests are imported
 
 # Examples have no time limit, because tests share a machine. They are the same in each run, so that a test fails only
 # because of a change. `pytest --hypothesis-profile=thorough` draws others, and more of them.
-settings.register_profile("hydragraph", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("hydragraph", deadline=None, derandomize=True, max_examples=30)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("hydragraph")
 
