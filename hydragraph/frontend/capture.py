@@ -56,6 +56,7 @@ from hydragraph.frontend.untraceable import refuse_unseen
 from hydragraph.ir.graph_data import placeholders_of, results_of, value_of
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Block, Program, Template
+from hydragraph.passes.clean import read_sizes_of_values
 from hydragraph.passes.find_cuts import uncut_heads
 from hydragraph.passes.graph_node import ATTENDING, operands
 from hydragraph.passes.prove_sizes import prove_sizes, with_an_example
@@ -312,6 +313,7 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
         if not renamed:
             given = (n for n in placeholders_of(part) if inputs.get(n.name) == "position_ids")
             use_position_ids(part.graph, tokens, next(given, None))
+        read_sizes_of_values(part.graph)
         return template_of(part, (parameters, buffers, inputs), where)
 
     embed = piece([node_inputs(nodes[0])[0]], {}, "the model before its first block")

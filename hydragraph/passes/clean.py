@@ -91,6 +91,25 @@ def remove_dead_code(graph: fx.Graph) -> None:
     graph.lint()
 
 
+def read_sizes_of_values(graph: fx.Graph) -> None:
+    """Read sizes from inputs whose values the graph also reads, so that it needs no input for its size only.
+
+    Tracing reads a size that several inputs share, such as the number of tokens, from any of these inputs.
+    """
+    # sizes: symbol -> an input and its dimension of this size
+    sizes: dict[str, tuple[fx.Node, int]] = {}
+    only_sized: list[fx.Node] = []
+    for node in graph.find_nodes(op="placeholder"):
+        if all(user.target is aten.sym_size.int for user in node.users):
+            only_sized.append(node)
+        elif isinstance(value := value_of(node), torch.Tensor):
+            for d, size in enumerate(value.shape):
+                sizes.setdefault(str(size), (node, d))
+    for node in only_sized:
+        for reader in list(node.users):
+            reader.args = sizes.get(str(value_of(reader)), reader.args)
+
+
 def _is_no_op(node: fx.Node) -> bool:
     if node.target is aten.dropout.default:
         return operands(node)[1] == 0 or not operands(node)[2]

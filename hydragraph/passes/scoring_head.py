@@ -16,7 +16,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.ir.program import Block, Program, Template, graph_digest
 from hydragraph.kernels import token_entropy as _entropy  # noqa: F401  registers hydragraph::token_entropy
-from hydragraph.passes.clean import remove_dead_code
+from hydragraph.passes.clean import read_sizes_of_values, remove_dead_code
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import MOVES, VIEWS
 from hydragraph.passes.vocabulary import NONE
@@ -64,6 +64,7 @@ def _with_scores(block: Block, template: Template, model: str, entropy: bool) ->
     row = call(aten.stack.default, (scores, -1), torch.stack([value] * len(scores), -1))
     graph.output((call(aten.unsqueeze.default, (row, 0), value_of(row).unsqueeze(0)),))
     remove_dead_code(graph)
+    read_sizes_of_values(graph)
     # Drop inputs that only the loss used.
     placeholders = placeholders_of(template.graph)
     names = (*template.parameters, *template.buffers, *template.inputs)

@@ -7,7 +7,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import hydragraph.kernels.varlen_attention  # noqa: F401  registers the operator that cuts know
-from hydragraph.passes.clean import SYNONYMS, clean, remove_dead_code
+from hydragraph.passes.clean import SYNONYMS, clean, read_sizes_of_values, remove_dead_code
 from tests.thorough import thorough
 
 aten = torch.ops.aten
@@ -40,6 +40,22 @@ def test_dead_code_goes_and_placeholders_stay() -> None:
     graph.output((first,))
     remove_dead_code(graph)
     assert [n.name for n in graph.nodes] == ["x", "unused", "sin_default", "output"]
+
+
+def test_sizes_are_read_from_inputs_whose_values_are_read() -> None:
+    class Flat(nn.Module):
+        def forward(self, values: Tensor, sized: Tensor) -> Tensor:
+            return values.view(-1, values.shape[1])
+
+    tokens = torch.export.Dim("tokens", min=2)
+    shapes = ({1: tokens}, {1: tokens})
+    graph = torch.export.export(Flat(), (torch.ones(1, 4), torch.ones(1, 4)), dynamic_shapes=shapes).graph
+    values, sized = graph.find_nodes(op="placeholder")
+    (size,) = graph.find_nodes(op="call_function", target=aten.sym_size.int)
+    size.args = (sized, 1)
+    read_sizes_of_values(graph)
+    assert size.args == (values, 1)
+    assert not sized.users
 
 
 @thorough

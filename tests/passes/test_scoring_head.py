@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hydragraph as hg
+from hydragraph.frontend.packed_inputs import own_fields
 from hydragraph.ir.program import Program
 from hydragraph.passes.scoring_head import scoring_program
 from hydragraph.passes.variants import Variants
@@ -57,6 +58,16 @@ def test_fields_that_only_the_loss_reads_are_no_inputs() -> None:
     scoring = scoring_program(program)
     (before, after) = (each.templates[each.blocks[-1].template].inputs for each in (program, scoring))
     assert set(before) - set(after) == {"weights"}
+
+
+def clipped(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+    return -(hg.token_logprobs(outputs, batch) - batch["old"][0]).exp().clamp(0.8, 1.2).sum()
+
+
+def test_scores_need_no_field_of_the_loss_whose_size_the_model_reads() -> None:
+    program = hg.capture(gpt2(layers=1), loss=clipped, example={"old": torch.zeros(1, 8)}, check="off")
+    assert set(own_fields(program)) == {"old"}
+    assert not own_fields(scoring_program(program))
 
 
 def squares(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
