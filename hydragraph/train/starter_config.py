@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydragraph.data import corpus
-from hydragraph.data.documents import PAIRS, PROMPTS, FieldNames, Format
+from hydragraph.data.documents import PAIRS, PROMPTS, AlpacaRecord, Conversation, FieldNames, Format
 from hydragraph.data.json_object import read_object
 
 _BYTES_PER_TOKEN = 4
@@ -24,6 +24,7 @@ class InspectedPaths:
     Attributes:
         positions: maximum sequence length of the model; 0: unknown.
         longest: upper bound of the tokens per record if records must not be cut, else 0.
+        converses: whether the first record is a conversation, which needs a chat template.
     """
 
     model: Path | None
@@ -34,6 +35,7 @@ class InspectedPaths:
     positions: int
     templated: bool
     longest: int = 0
+    converses: bool = False
 
 
 def look(paths: Sequence[Path]) -> InspectedPaths:
@@ -66,7 +68,15 @@ def look(paths: Sequence[Path]) -> InspectedPaths:
         _positions(model) if model is not None else 0,
         model is not None and chat_template(model) is not None,
         _longest(corpus.files(data), size) if formats - {"text", "tokens"} else 0,
+        bool(formats - {"text", "tokens"}) and _converses(data, fields),
     )
+
+
+def _converses(data: Sequence[Path], fields: FieldNames) -> bool:
+    first = next(corpus.documents(data, None, fields), None)
+    document = None if first is None else first.document
+    # An Alpaca record is also encoded without a chat template
+    return isinstance(document, Conversation) and not isinstance(document, AlpacaRecord)
 
 
 def _longest(files: Sequence[Path], size: int) -> int:
@@ -169,8 +179,9 @@ def _data(found: InspectedPaths, longest: int, per_step: int) -> list[str]:
         lines.append(f"  format: {found.fields.format}")
     if found.format == "chat":
         lines.append("  train_on: assistant  # or last (only the assistant's last message), or all")
-        if found.model is not None and not found.templated:
-            lines.append("  chat_template: chatml  # the tokenizer has no chat template")
+    # A new tokenizer gets this template for the format "chat" by itself
+    if found.converses and not found.templated and (found.model is not None or found.format != "chat"):
+        lines.append("  chat_template: chatml  # the tokenizer has no chat template")
     if found.model is None:
         lines.append("  vocab_size: 4096  # of the new tokenizer, which is trained on the data")
     lines += [

@@ -16,7 +16,7 @@ from hydragraph.data import tokenizer
 from hydragraph.spec.record import parse_yaml
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_checks import check_settings
-from hydragraph.train.data import check_data
+from hydragraph.train.data import prepare
 from hydragraph.train.starter_config import look, starter
 from tests.train.config_schema import json_schema
 
@@ -27,6 +27,7 @@ RECORDS = {
     "messages": {"messages": TURNS},
     "conversations": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
     "completion": {"prompt": "what", "completion": "it"},
+    "messages in parts": {"prompt": TURNS[:1], "completion": TURNS[1:]},
     "instruction": {"instruction": "what", "input": "", "output": "it"},
     "alpaca": {"instruction": "what", "input": "", "output": "it", "text": "all of it"},
     "preference": {"prompt": "what", "chosen": "it", "rejected": "that"},
@@ -69,7 +70,7 @@ def test_records_are_recognised(kind: str, with_model: bool, tmp_path: Path, mod
     data.write_text((json.dumps(RECORDS[kind]) + "\n") * 30)
     config = written([data, model] if with_model else [data])
     check_settings(config, 1)
-    check_data(config)
+    prepare(replace(config, output=str(tmp_path / "run")))
     assert (config.model.path == str(model)) is with_model
     assert (config.objective is not None) == ("rejected" in RECORDS[kind])
     if with_model:
