@@ -21,6 +21,8 @@ IGNORED = -100
 # Key for `_shuffle`, which does not depend on the run's seed
 _SPLIT_KEY = (0, 0)
 _EPOCH_STREAM = 1
+# A run that evaluates needs other texts if it holds none out
+_EVALUATE_ELSEWHERE = "set data.heldout to 0, and name other texts in data.evaluation or omit evaluate_every"
 _CONFIG_FIELDS = {
     "file": "data",
     "tokens": "data.tokens_per_step",
@@ -70,21 +72,22 @@ def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
     if count < 2:
         raise ValueError(
             f"heldout {heldout} needs 2 pieces of max_length tokens, but the only document has {count}: give more "
-            "text, or heldout=0"
+            f"text, or {_EVALUATE_ELSEWHERE}"
         )
     at = count - min(max(round(heldout * count), 1), count - 1)
     return chunks[at:] if split == "heldout" else chunks[:at]
 
 
-def split_documents(count: int, split: Split, heldout: float) -> _Indices:
+def split_documents(count: int, split: Split, heldout: float, unit: str = "documents") -> _Indices:
     """Return the sorted indices of a split's documents. The last documents of a fixed shuffle are held out.
 
     Args:
         heldout: fraction of documents to hold out; if above 0, both splits get at least one document.
+        unit: what the error calls the documents.
     """
     if heldout and count < 2:
         raise ValueError(
-            f"heldout {heldout} needs 2 documents, but there is only {count}: give more documents, or heldout=0"
+            f"heldout {heldout} needs 2 {unit}, but there is only {count}: give more {unit}, or {_EVALUATE_ELSEWHERE}"
         )
     heldout_count = min(max(round(heldout * count), 1), count - 1) if heldout else 0
     order = _shuffle(count, *_SPLIT_KEY)
@@ -196,7 +199,7 @@ class MiniBatches(Mixture):
     ) -> None:
         self._together = 2 if pairs else 1
         if pairs:
-            chosen = split_documents(len(file) // 2, split, heldout)
+            chosen = split_documents(len(file) // 2, split, heldout, "pairs")
             self.chunks = _pairs(file, max_length, overlong, chosen)
         else:
             by_piece = len(file) == 1 and heldout > 0

@@ -359,6 +359,9 @@ def test_the_answers_of_a_pair_stay_together(lengths: list[tuple[int, int]], ove
 
 
 def test_pairs_are_held_out_and_left_out_whole() -> None:
+    needs = "0.3 needs 2 pairs, but there is only 1: give more pairs, or set data.heldout to 0, and name other texts in"
+    with answers([(1, 1)]) as file, pytest.raises(ValueError, match=needs):
+        MiniBatches(file, 8, 4, heldout=0.3, pairs=True)
     with answers([(1, 1)] * 10) as file:
         parts = [MiniBatches(file, 8, 4, split=split, heldout=0.3, pairs=True) for split in ("train", "heldout")]
         pairs = [{int(tokens_of(file)[int(i)][0]) for i in part.chunks.documents} for part in parts]
