@@ -164,6 +164,9 @@ class FieldNames:
                     if chosen in settings
                     else f"choose another format for the {kind}s {list(names)}"
                 )
+                if chosen == "preference" and len(missing) == 2:
+                    several = f"set chosen_field and rejected_field to two of {list(names)}, or "
+                    remedy = f"{several if len(names) > 1 else ''}give records with two answers"
                 raise ValueError(f"{place}: no {kind} {missing[0]!r}: {remedy}")
             return chosen
         # A record may fit several formats, such as "alpaca" and "completion".

@@ -302,3 +302,9 @@ def test_other_names_of_answers() -> None:
     assert pair == PLAIN.document({"prompt": "Q", "chosen": "A", "rejected": "B"}, "preference", "f:1")
     with pytest.raises(ValueError, match="no field 'bad': set rejected_field to one of"):
         fields.format_of(["question", "good"], "f")
+    with pytest.raises(
+        ValueError, match=r"no field 'good': set chosen_field and rejected_field to two of \['a', 'b'\], or"
+    ):
+        fields.format_of(["a", "b"], "f")
+    with pytest.raises(ValueError, match="no field 'good': give records with two answers"):
+        fields.format_of(["messages"], "f")
