@@ -190,7 +190,9 @@ def _together(kind: TimeKind, rows: Iterable[ComparedSeconds]) -> ComparedSecond
 def _times(row: ComparedSeconds) -> str:
     if row.ratio is None:
         return f"measured {row.measured:.3g} s, without a prediction"
-    return f"measured {row.ratio:.2g}x the prediction"
+    # Two digits, without an exponent
+    ratio = f"{row.ratio:.2g}" if row.ratio < 99.5 else f"{row.ratio:,.0f}"
+    return f"measured {ratio}x the prediction"
 
 
 def compare(costs: Costs, trace: Trace | str | Path) -> RunComparison:

@@ -13,7 +13,7 @@ from hydragraph.cost.accounts import TimeKind
 from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.trace_file import Trace
-from hydragraph.report.measured_beside_predicted import compare
+from hydragraph.report.measured_beside_predicted import ComparedSeconds, _times, compare
 from hydragraph.spec.assignment import Assignment
 from tests.cost.priced import cluster, costs, mixed
 from tests.cost.traced import traced
@@ -63,6 +63,7 @@ def test_the_sentence_names_the_kind_and_the_rank() -> None:
     assert slow.sentence.endswith(" % of the whole difference".replace(" %", "%"))
     everywhere = compare(priced, traced(truth(priced, {TimeKind.FORWARD: 1.5}), STRATEGY, ASSIGNMENT))
     assert everywhere.sentence == "forward on all ranks: measured 1.5x the prediction, 100% of the whole difference"
+    assert _times(ComparedSeconds(TimeKind.FORWARD, None, 150.0, 0.1)) == "measured 1,500x the prediction"
     exact = compare(priced, traced(priced, STRATEGY, ASSIGNMENT))
     assert exact.sentence == "measured and predicted times are equal" or "measured 1x the prediction" in exact.sentence
 
