@@ -161,6 +161,11 @@ def _with_stored_heldout(config: TrainConfig, last: Checkpoint | None) -> TrainC
     # The default fraction depends on other settings. A continued run keeps its split, so that it
     # does not train on documents that were held out.
     heldout = stored.get("members", [stored])[0]["heldout"]
+    if not heldout and config.evaluates and not config.data.evaluation:
+        raise ValueError(
+            f"the run up to {last.path} held out no documents, so it has no texts to evaluate on: set data.evaluation, "
+            "or start a new run"
+        )
     return config if heldout == config.held_out else replace(config, data=replace(config.data, heldout=heldout))
 
 

@@ -371,6 +371,19 @@ def test_a_resumed_run_holds_out_as_before(tmp_path: Path, monkeypatch: pytest.M
     assert watched.notes[-1].endswith("changed settings: steps 6 -> 7")
 
 
+def test_a_resumed_run_evaluates_only_if_documents_were_held_out_or_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "read_extra", lambda path: {"user": torch.load(path / "state.pt")[2]})
+    unset = {**settings(tmp_path)["data"], "heldout": None}
+    train(config(tmp_path, evaluate_every=0, data=unset), "new", compile_plain, Watched())
+    with pytest.raises(ValueError, match=r"held out no documents, .*: set data\.evaluation, or start a new run"):
+        train(config(tmp_path, steps=7, evaluate_every=1, data=unset), "resume", compile_plain, Watched())
+    named = {**unset, "evaluation": {"texts": {"paths": unset["paths"]}}}
+    outcome = train(config(tmp_path, steps=7, evaluate_every=1, data=named), "resume", compile_plain, Watched())
+    assert outcome.history[-1].eval_losses.keys() == {"texts"}
+
+
 def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     whole = train(config(tmp_path, keep=3), "new", compile_plain, Watched())
     (whole.folder.tokenizer / "tokenizer.json").write_text("of this run")
