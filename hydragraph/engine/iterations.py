@@ -92,7 +92,10 @@ class IterationRunner(CollectiveCalls):
         if not outcome.finite:
             remedy = "lower the learning rate or clip gradients (max_grad_norm), and inspect this mini-batch"
             if math.isfinite(outcome.loss) and math.isnan(outcome.grad_norm):
-                remedy = "look for a square root, a division or a logarithm at 0 in the model and its loss"
+                remedy = (
+                    "lower the learning rate if the loss was rising, else look for a square root, a division or a "
+                    "logarithm at 0 in the model and its loss"
+                )
             raise FloatingPointError(
                 f"loss {outcome.loss:.4g} or gradient norm {outcome.grad_norm:.4g} is "
                 f"not finite, so nothing was updated; {remedy}"

@@ -574,7 +574,10 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
         if config.checkpoint.asynchronous:
             # Wait, so that the error names the newest checkpoint
             run.executor.wait_saved()
-        raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}") from None
+        # The last checkpoint may be from a run that already diverges
+        earlier = [place.step for place in run.folder.all()][-2:-1]
+        other = f", or from an earlier one with --resume-from step-{earlier[0]}" if earlier else ""
+        raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}{other}") from None
     state.last = (step, report)
     state.done = step
     state.positions[step] = dict(state.coming.position)

@@ -197,6 +197,8 @@ def test_a_loss_that_is_not_finite_stops_with_a_sentence(tmp_path: Path) -> None
     (tmp_path / "whole").mkdir()
     whole = replace(config(tmp_path), output=str(tmp_path / "whole"))
     assert curve(resumed.history) == curve(train(whole, "new", compile_plain, Watched()).history)
+    with pytest.raises(FloatingPointError, match=r"--resume, or from an earlier one with --resume-from step-1$"):
+        train(config(tmp_path, checkpoint_every=1), "overwrite", fail, Watched())
 
 
 def test_transformers_loads_the_final_model(tmp_path: Path) -> None:
