@@ -50,6 +50,9 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
         raise ImportError("adapter.lora needs peft: pip install 'hydragraph[lora]'") from error
     lora = adapter.lora
     targets = list(lora.targets) if isinstance(lora.targets, tuple) else lora.targets
+    # To peft, a text other than "all-linear" is a pattern for whole names
+    if any(name.rpartition(".")[2] == targets for name, _ in model.named_modules()):
+        targets = [str(targets)]
     _check_targets(model, lora)
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",

@@ -14,8 +14,8 @@ import yaml
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hydragraph.frontend.compiled_folder.model_record import differences, model_record
-from hydragraph.train.config import ModelConfig, TrainConfig
-from hydragraph.train.model import build_model, captured_loss, skeleton
+from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig, TrainConfig
+from hydragraph.train.model import adapted, build_model, captured_loss, skeleton
 from tests.train.plain import settings
 
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -32,6 +32,16 @@ def test_the_seed_decides_the_weights_and_nothing_else_changes() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_one_layer_may_be_targeted_by_its_name_alone() -> None:
+    alone, listed = (
+        adapted(skeleton(llama(), 50), AdapterConfig(LoraConfig(r=2, targets=targets)), 0)
+        for targets in ("q_proj", ("q_proj",))
+    )
+    names = [name for name, parameter in alone.named_parameters() if parameter.requires_grad]
+    assert len(names) == 4
+    assert names == [name for name, parameter in listed.named_parameters() if parameter.requires_grad]
 
 
 def test_smoothed_labels_are_those_of_the_trainer(tmp_path: Path) -> None:
