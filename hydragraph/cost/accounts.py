@@ -1,4 +1,4 @@
-"""Breakdown of a rank's time in an iteration by kind of work, for a traced run or a simulation.
+"""Breakdown of a rank's time by kind of work, for a traced or simulated iteration.
 
 A wait for a message counts as `LATE` until every rank in the transfer has started it, and as transfer time afterwards.
 """
@@ -19,11 +19,11 @@ from hydragraph.ir.value import ValueKind, gradients, parse_value, weights
 class TimeKind(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
-    # Starts of pulls, and waits for them
+    # Starts of pulls, and waits
     PULL = "pull"
     PUSH = "push"
     P2P = "send/receive"
-    # Starts of copies to and from the host, and waits for them
+    # Starts of copies to or from the host, and waits
     OFFLOAD = "offload"
     UPDATE = "update"
     COMMIT = "commit"
@@ -35,7 +35,7 @@ class TimeKind(Enum):
 CAUSES = tuple(kind for kind in TimeKind if kind is not TimeKind.LATE)
 TRANSFERS = (TimeKind.PULL, TimeKind.PUSH, TimeKind.P2P)
 
-# Kinds have the names of streams or, for the compute stream, of operations.
+# Kinds are named like streams or, for the compute stream, operations.
 _OF_OP = {Op.FREE: TimeKind.OTHER} | {
     op: TimeKind[(op if rule.stream is Stream.COMPUTE else rule.stream).name]
     for op, rule in RULES.items()
@@ -54,8 +54,8 @@ class TimeAccount:
     """Time of one rank in an iteration, by kind of work.
 
     Attributes:
-        transfers: seconds of each message after its last participant starts. Traced runs include only messages for
-            which the rank waited.
+        transfers: seconds of each message after its last participant starts; in traces, only of messages that the rank
+            waited for.
     """
 
     seconds: dict[TimeKind, float] = field(default_factory=lambda: dict.fromkeys(TimeKind, 0.0))
@@ -63,7 +63,6 @@ class TimeAccount:
 
     @property
     def total(self) -> float:
-        """Seconds from the first instruction's start to the last instruction's end."""
         return sum(self.seconds.values())
 
     def add_wait(self, kind: TimeKind, begin: float, end: float, issued: float) -> None:
@@ -73,16 +72,12 @@ class TimeAccount:
 
 
 def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccount, ...]:
-    """Return every rank's account of a traced iteration.
-
-    Clocks that differ between hosts shift time between `LATE` and transfers.
-
-    Raises:
-        ValueError: a name in the trace is not an instruction.
+    """Return every rank's account of a traced iteration; clocks that differ between hosts shift time between `LATE` and
+    transfers.
     """
     issued = _issued(ranks)
     measured = [_measured(rank, events, issued) for rank, events in enumerate(ranks)]
-    # The last rank to reach the commit does not wait.
+    # The last rank at the commit does not wait.
     own = min((commit for _, commit in measured), default=0.0)
     for account, commit in measured:
         account.seconds[TimeKind.COMMIT] += own
@@ -106,7 +101,7 @@ def _measured(rank: int, events: Sequence[TraceEvent], issued: Mapping[str, floa
     for event, own in _own(computing):
         if event.name.startswith("wait "):
             value = parse_value(event.name.removeprefix("wait "))
-            # Events of activations name the receiver (`h2.0>3`).
+            # Events of activations name receivers (`h2.0>3`).
             to_rank = value.kind in (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT)
             since = issued.get(f"{value}>{rank}" if to_rank else value)
             kind = _OF_KIND.get(value.kind, TimeKind.P2P)

@@ -1,7 +1,7 @@
 """Actors of a simulation: an actor represents all ranks of a stage.
 
-Programs of one stage's ranks, and of equal pipelines, differ only in the ranks to which they send. A thousand ranks
-therefore run only a few dozen different programs.
+Programs of a stage's ranks, and of equal pipelines, differ only in the ranks to which they send, so a thousand ranks
+run only a few dozen different programs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ Pair = tuple[int, int]
 
 
 class StageMessage(NamedTuple):
-    """Message between stages.
-
-    Attributes:
-        ahead: true for a hidden state, false for the gradient of one.
-        position: position of the block that computed the hidden state.
-    """
+    """Hidden state (`ahead`), or its gradient, of the block at `position`."""
 
     ahead: bool
     micro_batch: int
@@ -42,11 +37,11 @@ def message_of(instruction: Instruction) -> StageMessage:
 
 @dataclass(frozen=True, eq=False)
 class ActorProgram:
-    """Program of one rank of an actor.
+    """Program of one rank of an actor; FREE is in no queue.
 
     Attributes:
-        needs: for each instruction, indices of instructions that must end before it begins.
-        compute, pulls, pushes, sends, receives, copies: indices of each queue's instructions; FREE is in no queue.
+        needs: for each instruction, indices of the instructions that must end before it begins.
+        compute, pulls, pushes, sends, receives, copies: indices of each queue's instructions.
         messages: by the index of a send, the message and the number of earlier sends of the same message.
     """
 
@@ -62,14 +57,14 @@ class ActorProgram:
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction]) -> ActorProgram:
-        """Sort instructions into queues. An instruction whose input is never written waits forever."""
+        """Sort instructions into queues; an instruction whose input is never written waits forever."""
         queues: dict[str, list[int]] = {name: [] for name in ("compute", *dict.fromkeys(_QUEUES.values()))}
         needs: list[tuple[int, ...]] = []
         maker: dict[Value, int] = {}
         sent: dict[StageMessage, int] = {}
         messages = {}
         latest = -1
-        # Copies to the host that must be complete before the next computation
+        # Copies to the host that the next computation awaits
         copied: list[int] = []
         for i, instruction in enumerate(instructions):
             if instruction.op is Op.FREE:
@@ -79,7 +74,7 @@ class ActorProgram:
             windowed = instruction.op in (Op.PULL, Op.PUSH)
             after = [value for value in instruction.after if not windowed or value in instruction.reads]
             waited = {maker.get(value, i) for value in after}
-            # A fetch may use memory that earlier computations freed
+            # A fetch may use memory freed by earlier computations
             if instruction.op is Op.FETCH:
                 waited.update([latest] if latest >= 0 else [])
             if instruction.stream is Stream.COMPUTE:
@@ -114,8 +109,8 @@ class Actor:
     """Ranks simulated together.
 
     Attributes:
-        ranks: the stage's ranks in tensor-parallel order, or one rank without work.
-        roles: the stage's role in each pipeline, or the role of each interleaved stage.
+        ranks: the stage's ranks in tensor-parallel order, or one idle rank.
+        roles: the stage's role in each pipeline, or of each interleaved stage.
         layers: half-open range of each stage's layers.
     """
 
@@ -127,7 +122,6 @@ class Actor:
 
     @property
     def name(self) -> str:
-        """Text such as "rank 3" or "ranks 0-7"."""
         ranks = self.ranks
         if len(ranks) == 1:
             return f"rank {ranks[0]}"
@@ -150,7 +144,6 @@ class Actor:
         return receivers
 
     def pairs(self, index: int) -> tuple[Pair, ...]:
-        """Return a send's (sender, receiver) pairs, at most one per rank of the actor."""
         message, turn = self.program.messages[index]
         receivers = self.receivers[message][turn * len(self.ranks) :]
         return tuple(zip(self.ranks, receivers, strict=False))
@@ -159,11 +152,7 @@ class Actor:
 def stage_actors(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], ranks: int, mode: Mode = "train"
 ) -> tuple[Actor, ...]:
-    """Lower a strategy to one actor per stage with work, and one actor per rank without work.
-
-    Raises:
-        ValueError: the strategy does not fit the model, the ranks or `micro_batches`.
-    """
+    """Lower a strategy to one actor per stage with work, and one per idle rank."""
     strategy.check(outline.layers, ranks)
     placement = place(outline, strategy, micro_batches)
     compiled: dict[object, ActorProgram] = {}
@@ -184,7 +173,7 @@ def stage_actors(
 
 def _key(placement: Placement, stage: PlacedStage) -> object:
     """Return a key that is equal for stages whose instructions differ only in peers."""
-    # The order of instructions depends on the schedule (`beats`) and on the neighbors of interleaved stages.
+    # Instructions' order depends on the schedule (`beats`) and on interleaved stages' neighbors.
     peers = {ranks: i for i, ranks in enumerate(dict.fromkeys(n for r in stage.roles for n in _neighbours(r)))}
     roles = [(r.micro_batches, *((len(n), peers[n]) for n in _neighbours(r))) for r in stage.roles]
     return (stage.blocks, stage.offload, len(stage.ranks), *roles, *placement.beats(stage).values())

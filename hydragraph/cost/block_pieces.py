@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from hydragraph.cost.curves import Constants as Constants
 
-# Tp and pp of a pipeline that has pp stages with tp devices each
+# (tp, pp): a pipeline of pp stages with tp devices each
 Scheme = tuple[int, int]
 
-# Values computed once per stage and micro-batch, such as rotary tables.
+# Values of a stage and micro-batch, such as rotary tables.
 AUX = "aux"
-# Bytes per element of the fp32 weight, the gradient and AdamW's two moments.
+# Bytes per element of fp32 weight, gradient and AdamW's two moments.
 HOME_BYTES = 16
 # Gradients are accumulated and pushed in fp32
 GRADIENT_BYTES = 4
@@ -43,7 +43,7 @@ class BlockPiece:
         parameters: parameter elements on the rank.
         frozen: parameter elements without gradient.
         reduced: numbers of hidden states that tensor-parallel ranks sum in the forward and in the backward.
-        during_sums: for each sum in the backward, seconds per token of the weight gradients computed during the sum
+        during_sums: for each backward sum, seconds per token of the weight gradients computed during the sum
             (`passes/overlap_collectives.py`).
         before_sums: for each sum (forward first), seconds per token of the matrix product before the sum; 0: none.
         held: memory; None: unknown.
@@ -61,7 +61,7 @@ class BlockPiece:
 
 @dataclass(frozen=True)
 class PricedDevice:
-    """The device on which block costs were measured.
+    """Device on which block costs were measured.
 
     Attributes:
         memory: bytes that a rank may use.

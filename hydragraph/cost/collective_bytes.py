@@ -1,4 +1,4 @@
-"""Bytes that a rank sends for one block in tensor-parallel collectives."""
+"""Bytes that a rank sends in a block's tensor-parallel collectives."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def collective_bytes(variant: Variant, part: StagePart, micro_batch: MicroBatch)
 def _moved(node: fx.Node, sizes: TracedSizes) -> int:
     if node.op != "call_method" or not _SENT.get(str(node.target)):
         return 0
-    # In a reduce-scatter, the operand is the unsharded tensor; in other collectives, the result is.
+    # A reduce-scatter's operand is the unsharded tensor; in other collectives, the result is.
     result, *operand = sizes.storages(node).values()
     return _SENT[str(node.target)] * (operand[0] if node.target == "start_reduce_scatter" else result)

@@ -1,4 +1,4 @@
-"""Memory of a captured model's blocks, computed from their compiled graphs."""
+"""Memory of a captured model's blocks, from their compiled graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CompiledBlocks:
     """Exact memory of a captured model's blocks, from their compiled graphs.
 
     Args:
-        compiled: function that returns a block's graphs (`passes.variants.Variants.get`).
+        compiled: returns a block's graphs (`passes.variants.Variants.get`).
 
     Attributes:
         itemsize: bytes per element of pulled weights.
@@ -56,7 +56,6 @@ class CompiledBlocks:
         return bool(self._variant(block, part).added)
 
     def repeated(self, block: str, kind: StageKind) -> float:
-        """Return s of `cost.partial_recomputation` for a stage's first rank."""
         whole = kind._replace(sums_in_pieces=False)
         kinds = (whole._replace(recompute=again) for again in (False, kind.recompute, True))
         plain, budgeted, full = (self._variant(block, StagePart(stage_kind)) for stage_kind in kinds)

@@ -5,18 +5,18 @@
     rows[m, s]      [M, S, 5]  seconds of micro-batch m on stage s, by part:
                     EARLY      work that can begin before the forward's message arrives
                     FORWARD, BACKWARD
-                    AHEAD      sending the hidden state from stage s to s + 1
-                    BACK       sending the gradient back from stage s + 1 to s
+                    AHEAD      sending the hidden state to stage s + 1
+                    BACK       sending the gradient from stage s + 1 to s
     F(s, x)         end of the x-th micro-batch's forward on stage s; m = order[x]
     B(s, x)         end of the x-th micro-batch's backward on stage s
     P               end of the row's previous action
 
-Each row of the schedule's table runs the stages of one group of devices, one action at a time:
+Each row of the table runs the stages of one group of devices, one action at a time:
 
     F(s, x) = max(P + EARLY, F(s - 1, x) + AHEAD of stage s - 1) + FORWARD
     B(s, x) = max(P, B(s + 1, x) + BACK of stage s) + BACKWARD
 
-The input gradient of a split backward follows the formula of B with a share of BACKWARD. The weight gradient waits for
+The input gradient of a split backward follows the formula of B with a share of BACKWARD; the weight gradient waits for
 no message.
 """
 
@@ -47,12 +47,7 @@ _WEIGHT_SHARE = SHARES[Work.WEIGHT_GRADIENT]
 
 
 class ReplayBuffers(NamedTuple):
-    """Buffers of `replay`.
-
-    Attributes:
-        ends_f, ends_b: [S, V].
-        clock: end of each row's last action [S].
-    """
+    """Buffers of `replay`: F and B [S, V], and the end of each row's last action [S]."""
 
     ends_f: Floats
     ends_b: Floats
@@ -78,9 +73,7 @@ def scratch_of(stages: int, count: int) -> ReplayBuffers:
 def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: int, scratch: ReplayBuffers) -> float:
     """Return the end of a pipeline's last action, or infinity if the schedule deadlocks.
 
-    Args:
-        table: schedule of `stages` stages and at least `count` micro-batches.
-        scratch: buffers for at least `count` micro-batches.
+    `table` and `scratch` must be for at least `count` micro-batches.
     """
     work, micro_batch, skip, stage = table
     actions = work.shape[1]
@@ -90,7 +83,7 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
         done_f[s] = 0
         done_b[s] = 0
         at[s] = 0
-    # Visit rows from first to last, which suits forwards, then from last to first, which suits backwards.
+    # Visit rows in ascending order, which suits forwards, then descending, which suits backwards.
     down = True
     waiting = True
     while waiting:
@@ -102,8 +95,8 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
             a = at[row]
             while a < actions:
                 x = micro_batch[row, a]
-                # The table may be for more micro-batches than this pipeline has; `skip` leads to
-                # the next action that exists.
+                # The table may have more micro-batches than this pipeline; `skip` leads to the next
+                # existing action.
                 if x >= count:
                     a = skip[row, a]
                     continue
@@ -114,11 +107,11 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
                 if s >= stages:
                     raise ValueError("the table has more stages than the pipeline")
                 if work[row, a] == _RUN_FORWARD:
-                    # The message is not sent yet: continue with the other rows, then try again.
+                    # The message is not sent yet: try again after the other rows.
                     if s and done_f[s - 1] <= x:
                         waiting = True
                         break
-                    # EARLY work overlaps the message's transfer, so it precedes the wait.
+                    # EARLY work overlaps with the transfer, so it precedes the wait.
                     now += rows[m, s, EARLY]
                     if s:
                         now = max(now, ends_f[s - 1, x] + rows[m, s - 1, AHEAD])
@@ -140,7 +133,7 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
                 advanced = True
             clock[row] = now
             at[row] = a
-        # No row could advance, so none ever will: the schedule deadlocks.
+        # No row can advance: the schedule deadlocks.
         if waiting and not advanced:
             return np.inf
         down = not down

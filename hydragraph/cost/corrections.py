@@ -1,7 +1,7 @@
 """Measured errors of the cost model, by kind of instruction, device type and rank.
 
-A sample is a rank's measured time for one kind of work in one step, divided by the predicted time. Medians are
-computed on the logarithms of the latest samples.
+A sample is a rank's measured time for one kind of work in one step, divided by the predicted time. Medians are computed
+on the logarithms of the latest samples.
 
     base of a type     lower median of its ranks' medians, each over forwards and backwards
     straggler          rank whose median exceeds the base by more than a tenth and more than four standard errors
@@ -28,11 +28,11 @@ from hydragraph.spec.health import Health
 
 LEAST = 5
 WINDOW = 64
-# Maximum factor, because larger errors have other causes
+# Maximum factor; larger errors have other causes
 BOUND = 4.0
 # Minimum slowdown of a straggler
 BEHIND = 1.1
-# By how many standard errors a straggler's median must exceed the base
+# Minimum excess of a straggler's median over the base, in standard errors
 CERTAIN = 4.0
 COMPUTING = (TimeKind.FORWARD, TimeKind.BACKWARD)
 CORRECTED = tuple(kind for kind in CAUSES if kind is not TimeKind.OTHER)
@@ -45,8 +45,8 @@ class Corrections:
     """Correction factors from the samples of past steps.
 
     Attributes:
-        types: each rank's device type; empty without measurements.
-        samples: measured divided by predicted time, by kind and rank, newest last.
+        types: ranks' device types; empty without measurements.
+        samples: measured time divided by predicted time, by kind and rank, newest last.
     """
 
     types: tuple[str, ...] = ()
@@ -63,7 +63,6 @@ class Corrections:
         return hash((self.types, tuple(sorted((kind.value, rank, s) for (kind, rank), s in self.samples.items()))))
 
     def with_step(self, ratios: Mapping[tuple[TimeKind, int], float]) -> Corrections:
-        """Return a copy with the samples of one more step."""
         grown = {key: (*self.samples.get(key, ()), ratio)[-WINDOW:] for key, ratio in ratios.items()}
         return replace(self, samples={**self.samples, **grown})
 
@@ -79,7 +78,6 @@ class Corrections:
         return min(max(math.exp(median(logs)), 1 / BOUND), BOUND) if logs else 1.0
 
     def steps(self, kind: TimeKind, type_: str | None = None) -> int:
-        """Return how many steps a factor is computed from."""
         ranks = (rank for rank in range(len(self.types)) if type_ in (None, self.types[rank]))
         return max((len(self._enough(kind, rank)) for rank in ranks), default=0)
 
@@ -93,7 +91,7 @@ class Corrections:
             base = median_low([median(samples) for samples in logs.values()])
             for rank, samples in logs.items():
                 behind = median(samples) - base
-                # For a normal distribution, the standard deviation is 1.4826 median absolute deviations.
+                # A normal distribution's standard deviation is 1.4826 median absolute deviations.
                 scatter = 1.4826 * median(abs(x - median(samples)) for x in samples) / math.sqrt(len(samples))
                 if behind > max(math.log(BEHIND), CERTAIN * scatter):
                     rates[rank] = math.exp(behind)
@@ -119,18 +117,13 @@ class Corrections:
         return "; ".join(filter(None, (", ".join(parts), ", ".join(slow)))) or "nothing is corrected"
 
     def save(self, path: str | Path) -> None:
-        """Write the corrections as JSON."""
         samples = [[kind.value, rank, list(ratios)] for (kind, rank), ratios in self.samples.items()]
         record = {"types": list(self.types), "samples": samples, "says": str(self)}
         Path(path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Corrections:
-        """Read a file written by `save`.
-
-        Raises:
-            ValueError: the file does not contain corrections.
-        """
+        """Read a file written by `save`; raise a ValueError if it does not contain corrections."""
         try:
             record: Any = json.loads(Path(path).read_text(encoding="utf-8"))
             samples = {
@@ -144,11 +137,7 @@ class Corrections:
 
 
 def corrected(profile: Profile, corrections: Corrections, type_: str | None = None) -> Profile:
-    """Return a profile with corrected times of computation, update and commit.
-
-    Args:
-        type_: device type; None: all.
-    """
+    """Return a profile with corrected times of computation, update and commit for a device type; None: all types."""
     factors = {kind: corrections.factor(kind, type_) for kind in (*COMPUTING, TimeKind.UPDATE, TimeKind.COMMIT)}
     if all(factor == 1 for factor in factors.values()):
         return profile

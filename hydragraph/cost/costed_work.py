@@ -114,7 +114,7 @@ class CostedWork:
     def handed_on(self, bucket: str) -> Transfers:
         costs = self._costs
         weights = self._buckets[bucket_of(bucket)]
-        # Only the last push of a streamed bucket sends the sums to second owners.
+        # A streamed bucket's last push sends the sums to second owners.
         if costs.home.copies == 1 or not weights.learns or self._last.get(weights.name, bucket) != bucket:
             return NOTHING
         owners = costs.home_of(weights)
@@ -144,7 +144,6 @@ class CostedWork:
         return pairs
 
     def update_s(self, rank: int) -> float:
-        """Return the seconds of an optimizer step; 0 if the rank is lost."""
         update = self._costs.piece_profile(rank).update
         rate = self._costs.health.rate(rank)
         if update is None or math.isinf(rate):
@@ -165,6 +164,5 @@ class CostedWork:
         return rate * norm * costs.owned(rank, learning=True) / costs.home.copies
 
     def handling(self, rank: int) -> float:
-        """Return a rank's rate; 1 if the rank is lost."""
         rate = self._costs.health.rate(rank)
         return rate if math.isfinite(rate) else 1.0

@@ -1,4 +1,4 @@
-"""Costs: time and memory of a strategy.
+"""Time and memory of strategies.
 
 A strategy takes as long as its slowest pipeline (`PipelineCost.seconds`, exact) plus the time that pull, push, commit
 and update add (`fixed`).
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from hydragraph.cost.rank_memory import Blocks
 
 FILLED = 2
-# Minimum number of tokens in a useful micro-batch
+# Minimum tokens of a useful micro-batch
 SHORTEST = 256
 # Maximum cached simulations
 KEPT = 16
-# How many buckets of the largest size are assumed to be in flight
+# Buckets of the largest size assumed to be in flight
 IN_FLIGHT = 2
 
 
@@ -58,17 +58,17 @@ class Costs(Pricing):
     """Costs of strategies on a cluster.
 
     Args:
-        profile: measurements of the model on every device type of the cluster.
-        health: health of the ranks; None: the health in `corrections`.
-        home: owners of the state, or a rule that chooses owners for each strategy (`of_strategies`); None: the rule
-            "auto". `home.nodes` defaults to the cluster's nodes.
+        profile: measurements of the model on all device types.
+        health: health of ranks; None: the health in `corrections`.
+        home: owners of the state, or a rule that chooses them (`of_strategies`); None: "auto". `home.nodes` defaults to
+            the cluster's nodes.
         blocks: exact memory from compiled graphs; None: linear functions from the profile.
         state_bytes: bytes of weight and optimizer state per trained element.
         push_itemsize: bytes of a gradient element.
         corrections: correction factors from real runs (`hydragraph compare`).
 
     Raises:
-        Unsupported: the profile has no blocks, or does not cover every type of the cluster.
+        Unsupported: the profile has no blocks, or does not cover every device type of the cluster.
         ValueError: the home or the health does not match the cluster's ranks.
     """
 
@@ -101,7 +101,7 @@ class Costs(Pricing):
         return partial(Costs, **self._arguments), ()
 
     def changed(self, **changes: Any) -> Costs:
-        """Return costs with some arguments of `Costs` replaced; None replaces nothing."""
+        """Return costs with the arguments in `changes` replaced, except those that are None."""
         changes = {name: value for name, value in changes.items() if value is not None}
         costs = Costs(**self._arguments | changes)
         alike = costs.ranks == self.ranks and tuple(costs.cluster.types) == tuple(self.cluster.types)
@@ -112,20 +112,19 @@ class Costs(Pricing):
         return costs
 
     def of_ranks(self, ranks: Sequence[int], home: Home) -> Costs:
-        """Return costs of a subset of ranks under `home`, with ranks renumbered in the given order."""
+        """Return costs of some ranks under `home`, renumbered in the given order."""
         return self.changed(cluster=self.cluster.of_ranks(ranks), health=self.health.of_ranks(ranks), home=home)
 
     def reordered(self, ranks: Sequence[int]) -> Costs:
-        """Return costs with ranks renumbered in the given order."""
         cluster = self.cluster.reordered(ranks)
         return self.changed(cluster=cluster, health=self.health.of_ranks(ranks), home=self.home.reordered(ranks))
 
     def of_strategies(self, *strategies: Strategy, tokens: int | None = None) -> Costs:
-        """Return costs with the home that `home.rule` chooses for the strategies, or self if there is no rule.
+        """Return costs with the home that `home.rule` chooses for the strategies; self without a rule.
 
         Args:
-            tokens: size of the largest micro-batch, for which memory is reserved; default: the fewest tokens that use a
-                device well.
+            tokens: tokens of the largest micro-batch, for which memory is reserved; default: the fewest tokens that use
+                a device well.
         """
         if self.home.rule is None:
             return self
@@ -157,7 +156,7 @@ class Costs(Pricing):
         """Return the cost of a pipeline.
 
         Args:
-            limit: maximum tokens of a micro-batch; None: as many as fit in memory.
+            limit: most tokens of a micro-batch; None: as many as fit in memory.
             strategy: as for `max_len`.
 
         Raises:
@@ -171,7 +170,7 @@ class Costs(Pricing):
     def pipelines(self, strategy: Strategy) -> tuple[PipelineCost, ...]:
         """Return the cost of each pipeline.
 
-        Shared stages are slower (`cost.shared_stage_costs`), and store the micro-batches of all their pipelines.
+        Shared stages are slower (`cost.shared_stage_costs`), and store micro-batches of all their pipelines.
         """
         if self.home.rule is not None:
             return self.of_strategies(strategy).pipelines(strategy)
@@ -214,7 +213,7 @@ class Costs(Pricing):
         )
 
     def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
-        """Return the tokens of the largest micro-batch that fits in memory under the default schedule.
+        """Return the most tokens of a micro-batch that fit in memory under the default schedule.
 
         Args:
             strategy: the pipeline's strategy; pipelines that share stages are assumed to have micro-batches of equal
@@ -224,15 +223,13 @@ class Costs(Pricing):
         return self._longest.max_len(pipeline, strategy, beside)
 
     def beside(self, strategy: Strategy, tokens: Sequence[int]) -> list[float]:
-        """Return the bytes that each rank needs besides its state.
-
-        Args:
-            tokens: size of each pipeline's longest micro-batch.
+        """Return the bytes that each rank needs besides its state, if `tokens` are the pipelines' longest
+        micro-batches.
         """
         return self._longest.beside(strategy, tokens)
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return the seconds of an iteration, simulated if any stage is streamed or offloaded."""
+        """Return an iteration's seconds, simulated if any stage is streamed or offloaded."""
         if strategy.streams or strategy.offloads:
             return self.simulate(strategy, assignment).seconds
         return self.pipelines_end(strategy, assignment) + self.fixed(strategy)
@@ -251,7 +248,7 @@ class Costs(Pricing):
     def fixed(self, strategy: Strategy) -> float:
         """Return the seconds that pull, push, commit and update add to an iteration.
 
-        The seconds are simulated with two micro-batches per stage, because computation hides part of the traffic.
+        They are simulated with two micro-batches per stage, because computation hides part of the traffic.
         """
         if self.home.rule is not None:
             return self.of_strategies(strategy).fixed(strategy)
@@ -313,5 +310,5 @@ class Costs(Pricing):
         return tuple(costs.walk(strategy, batches, rank).peak() for rank in range(self.ranks))
 
 
-# Instructions do not depend on costs or on owners of the state.
+# Instructions depend neither on costs nor on owners.
 _actors = lru_cache(maxsize=8)(stage_actors)

@@ -1,4 +1,4 @@
-"""Critical path of a simulated iteration: the chain of instructions that determines its end."""
+"""Critical path of a simulated iteration: the instructions that determine its end."""
 
 from __future__ import annotations
 
@@ -32,12 +32,7 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class PathStep:
-    """Step of the critical path.
-
-    Attributes:
-        kind: "computing", "pulling weights", ...
-        begin_s, end_s: seconds after the iteration's start.
-    """
+    """Step of the critical path; `kind` is "computing", "pulling weights", ...; times begin at the iteration start."""
 
     kind: str
     what: str
@@ -70,7 +65,6 @@ class CriticalPath:
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     def longest(self, count: int) -> list[PathStep]:
-        """Return the longest steps, at most `count`, in order of time."""
         least = sorted((step.seconds for step in self.steps), reverse=True)[:count][-1]
         return [step for step in self.steps if step.seconds >= least][:count]
 
@@ -91,13 +85,13 @@ def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPa
     chain = reversed(list(_chain(times)))
     together = runs(chain, lambda run, item: not _together(actors, run[-1], item))
     steps = [_step(actors, times, run) for run in together]
-    # A push may still send to second owners when the next push begins.
+    # A push may still send to second owners during the next.
     ends = [replace(step, end_s=min(step.end_s, after.begin_s)) for step, after in pairwise(steps)]
     return CriticalPath(tuple(step for step in (*ends, *steps[-1:]) if step.seconds > 0))
 
 
 def runs(items: Iterable[T], ends: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
-    """Divide items into runs. `ends` says whether a run ends before an item."""
+    """Divide items into runs; `ends` decides whether a run ends before an item."""
     run: list[T] = []
     for item in items:
         if run and ends(run, item):

@@ -11,12 +11,7 @@ from hydragraph.cost.reach import AttentionReach, Near, total
 
 
 class LengthSums:
-    """Sums over the lengths l of a micro-batch's sequences.
-
-    Attributes:
-        tokens: sum l.
-        squared: sum l^2.
-    """
+    """Sums of l and of l^2 over the lengths l of a micro-batch's sequences."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths
@@ -33,11 +28,11 @@ class LengthSums:
 
 @dataclass(frozen=True)
 class Constants:
-    """Seconds for one micro-batch: c + the sum of (a * l^2 + b * l + near * q(l)) over sequences of l tokens.
+    """Seconds of a micro-batch: c + sum of (a * l^2 + b * l + near * q(l)) over sequences of l tokens.
 
     Attributes:
         a, b, c: s / token^2, s / token and s.
-        near: s per unit of q(l) (`cost.reach`), for each attention window or chunk size.
+        near: s per unit of q(l) (`cost.reach`), by attention window or chunk size.
     """
 
     a: float
@@ -60,7 +55,7 @@ class Constants:
         return seconds
 
     def work(self, length: Any) -> Any:
-        """Return the seconds of a sequence of `length` tokens, without c; `length` may be an array."""
+        """Return the seconds of a sequence of `length` tokens (or an array), without c."""
         seconds = (self.a * length + self.b) * length
         for reach, pair_s in self.near:
             seconds = seconds + pair_s * reach.pairs(length)

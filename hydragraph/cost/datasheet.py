@@ -1,9 +1,9 @@
-"""Profiles from datasheets: a model's operations and bytes, divided by fractions of a device's peak rates.
+"""Profiles from datasheets: a model's operations and bytes, divided by fractions of peak rates.
 
-A forward that multiplies T tokens by a weight of P elements takes 2 P T operations. Attention over L tokens with H
-heads of size D takes 4 L^2 H D operations, or 4 q(L) H D with a window or chunks (`cost.reach`). Causal attention takes
-half as many. A backward takes twice as many operations as the forward, or as many for frozen weights. Tensor-parallel
-sums are priced separately. Kernels follow a `Roofline` unless `efficiency` is given.
+Multiplying T tokens by a weight of P elements takes 2 P T operations. Attention over L tokens with H heads of size D
+takes 4 L^2 H D operations, or 4 q(L) H D with a window or chunks (`cost.reach`); causal attention takes half. A
+backward takes twice its forward, or as much for frozen weights. Tensor-parallel sums are priced separately. Kernels
+follow a `Roofline` unless `efficiency` is given.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 
 @dataclass(frozen=True)
 class Roofline:
-    """Fractions of a datasheet's peak rates that kernels reach.
+    """Fractions of peak rates that kernels reach.
 
     Attributes:
-        attention: speed of attention, relative to large matrix products (`spec.known_devices`).
-        half: size of a dimension (such as the token count) at which matrix products reach half speed; fitted by
+        attention: speed of attention relative to large matrix products (`spec.known_devices`).
+        half: size of a dimension (such as the token count) for which matrix products reach half speed; fitted by
             `benchmarks/published_runs.py --fit`.
         memory: assumed fraction of the bandwidth that element-wise operators reach.
         launch_s: assumed seconds per launch.
@@ -62,13 +62,13 @@ class Roofline:
     launch_s: float = 4e-6
 
 
-# For a weight [n, k]: uses per token, n, and k
+# For a weight [n, k]: (uses per token, n, k)
 Product = tuple[float, int, int]
 ROOFLINE = Roofline()
-# All operations reach the same fraction of the peak
+# All operations at one fraction of the peak
 UNIFORM = Roofline(1.0, 0.0, math.inf, 0.0)
-KERNELS = 2  # number of kernels per product: one for the product, and one for fused element-wise operators
-# AdamW reads four fp32 numbers per element and writes three.
+KERNELS = 2  # kernels per product: the product, and fused element-wise operators
+# Per element, AdamW reads four fp32 numbers and writes three.
 UPDATE_BYTES = 28
 
 
@@ -79,14 +79,13 @@ def datasheet(
     degrees: Sequence[int] | None = None,
     compiled: VariantOf | None = None,
 ) -> Profile:
-    """Return a profile that covers all of a cluster's device types.
+    """Return a profile of all of a cluster's device types.
 
     Args:
-        efficiency: fraction of `flops_per_s` that all operations reach, in (0, 1]; None: each device type's efficiency
-            or, if the type has none, `ROOFLINE`.
+        efficiency: fraction of `flops_per_s` that all operations reach, in (0, 1]; None: each type's efficiency or, if
+            it has none, `ROOFLINE`.
         degrees: tensor-parallel degrees; default: all that divide the numbers of heads.
-        compiled: function that returns a block's graphs (`passes.variants.Variants.get`); None: the profile contains
-            no memory.
+        compiled: returns a block's graphs (`passes.variants.Variants.get`); None: the profile has no memory.
     """
     if efficiency is not None:
         check_efficiency(efficiency)
@@ -164,7 +163,7 @@ def _held(block: Block, kind: StageKind, compiled: VariantOf | None) -> MemoryLi
     try:
         return held_by(compiled(block, part), part)
     except Unsupported:
-        # Lowering reports that the degree does not divide the block
+        # Lowering reports a degree that does not divide the block
         return None
 
 
@@ -196,10 +195,10 @@ class Operations:
     Attributes:
         attention: operations per unit of q(l), by `AttentionReach`.
         products: (uses per token, n, k) of each weight [n, k].
-        during_sums: for each tensor-parallel sum in the backward, products whose weight gradients are computed
-            during the sum.
-        before_sums: for each tensor-parallel sum (forward first), products whose results the sum adds up.
-        frozen_products: the part of `products` whose weights are frozen.
+        during_sums: for each tensor-parallel sum in the backward, products whose weight gradients are computed during
+            it.
+        before_sums: for each sum (forward first), products whose results it adds up.
+        frozen_products: products with frozen weights.
     """
 
     attention: Mapping[AttentionReach, float]
@@ -212,7 +211,6 @@ class Operations:
 
 
 def linear(products: Iterable[Product]) -> float:
-    """Return the number of operations per token."""
     return sum(2.0 * times * n * k for times, n, k in products)
 
 
@@ -224,7 +222,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
     by_weight: dict[fx.Node, Product] = {}
     places = {node: i for i, node in enumerate(graph.nodes)}
     entered = [i for node, i in places.items() if node.target is communicate and node.args[1] == "enter"]
-    # The first list contains the products before any sum.
+    # The first list has the products before any sum.
     during_sums: list[list[Product]] = [[] for _ in range(len(entered) + 1)]
     parameters = 0
     frozen = 0
@@ -275,7 +273,6 @@ def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:
 
 
 def _linear_attention(node: fx.Node) -> list[tuple[float, int, int]]:
-    """Return the matrix products of the gated delta rule."""
     keys, (heads, values) = int(value_of(node.args[1]).shape[2]), map(int, value_of(node.args[2]).shape[1:])
     return [(3.0 * heads, keys, values), (2.0 * heads, CHUNK, keys), (2.0 * heads, CHUNK, values)]
 

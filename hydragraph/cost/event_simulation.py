@@ -1,12 +1,12 @@
-"""Simulation of when the instructions of each actor begin and end.
+"""Simulation of when actors' instructions begin and end.
 
-Transfers end in order of time (`cost.shared_ports`). A computation's times are computed once the ends of its inputs
-are known, even if these ends are in the simulated future.
+Transfers end in order of time (`cost.shared_ports`). A computation is timed once the ends of its inputs are known, even
+if these are in the simulated future.
 
     a, b    actors, by number (`cost.actors`)
     i       an instruction of an actor's program
     queue   pulls, pushes, sends, copies (to or from the host) or computations: one at a time, in the program's order
-    hand    queue that sends pushed sums from first to second owners; later pushes do not wait for this queue
+    hand    queue of pushed sums from first to second owners; later pushes do not wait for it
     ready   when an instruction can begin
     cause   the instruction that another instruction waited for last
 
@@ -44,7 +44,7 @@ class Times:
     """Start and end times of an actor's instructions, in seconds; FREE has none.
 
     Attributes:
-        actor, index: actor and index of the instruction that each instruction waited for last; -1: none.
+        actor, index: actor and index of the instruction that each instruction waited for last (its cause); -1: none.
         alone: seconds that each transfer would take without other traffic.
     """
 
@@ -67,12 +67,11 @@ class _Meeting:
 
 @dataclass(eq=False, slots=True)
 class _EventQueue:
-    """Transfers of an actor that run one at a time.
+    """Transfers of an actor that run one at a time. `next` is the position of the first one that has not begun.
 
     Attributes:
-        next: position of the first transfer that has not begun.
-        free: end of the previous transfer, or UNKNOWN during this transfer.
-        before: the previous transfer, or -1.
+        free: end of the previous transfer, or UNKNOWN while it runs.
+        before: previous transfer, or -1.
     """
 
     transfers: tuple[int, ...]
@@ -87,8 +86,8 @@ class _Progress:
     Attributes:
         at: position in the queue of computations.
         clock, latest: end and index of the previous computation.
-        summed: push -> time at which first owners have the sums.
-        open: number of transfers that have not ended.
+        summed: time when first owners have the sums, by push.
+        open: number of unfinished transfers.
         other: end and index of the transfer that ended last.
     """
 
@@ -105,14 +104,13 @@ class _Progress:
         self.at = 0
         self.clock = 0.0
         self.latest = -1
-        # These pushes appear in two queues: first to the first owners, then, as sums, to the second
-        # owners.
+        # These pushes are in two queues: first to first owners, then, as sums, to second owners.
         handed_on = tuple(i for i in program.pushes if len(work.handed_on(program.instructions[i].target)))
         transfers = (program.pulls, program.pushes, program.sends, handed_on, program.copies)
         self.queues = [_EventQueue(each) for each in transfers]
         self.handed_on = frozenset(handed_on)
         self.summed: dict[int, float] = {}
-        # A push counts as one open transfer, also if it is handed on.
+        # A push counts as one open transfer, even if it is handed on.
         self.open = sum(map(len, transfers)) - len(handed_on) + len(program.receives)
         self.other = (0.0, -1)
 
@@ -134,11 +132,7 @@ class EventSimulation:
         self._dirty = deque(self._actors)
 
     def run(self) -> list[Times]:
-        """Return the times of every actor.
-
-        Raises:
-            ValueError: the programs never end.
-        """
+        """Return every actor's times; raise a ValueError if the programs never end."""
         self._settle()
         for now, flow in self._flows.ended():
             self._finish(self._actors[flow.actor], flow.index, now)
@@ -165,8 +159,7 @@ class EventSimulation:
             i = queue[own.at]
             ready = own.clock
             cause = own.latest
-            # Begin when the previous computation and all inputs have ended; the last of them is the
-            # cause.
+            # Begin when the previous computation and all inputs have ended; the last is the cause.
             for need in needs[i]:
                 made_at = end[need]
                 if made_at < 0:
@@ -194,7 +187,7 @@ class EventSimulation:
             ready = other
             cause = index
         self._committing[own.number] = (ready, i, own.number, cause)
-        # The last actor to arrive ends the wait of all.
+        # The last arrival ends the wait.
         if len(self._committing) < len(self._actors):
             return False
         last = max(self._committing.values(), key=lambda arrival: arrival[0])

@@ -16,10 +16,10 @@ from hydragraph.spec.cluster import Cluster
 def elements_sent(
     op: Op, bucket: Bucket, owners: Layout, stages: Sequence[tuple[int, ...]], splits_tokens: bool, ranks: int
 ) -> Ints:
-    """Return how many elements each rank sends to each other rank in a pull or push, as an array [ranks, ranks].
+    """Return how many elements each rank sends to each other rank in a pull or push [ranks, ranks].
 
     Args:
-        stages: ranks of each stage that uses the bucket, in tensor-parallel order.
+        stages: ranks of the stages that use the bucket, in tensor-parallel order.
         splits_tokens: whether each rank of a stage computes gradients for only a part of the tokens.
     """
     # Numba is imported only to price traffic
@@ -31,12 +31,12 @@ def elements_sent(
 
 
 def transfers(sent: Ints, itemsize: float, cluster: Cluster) -> Transfers:
-    """Return the messages of an exchange in which ranks send `sent` elements [ranks, ranks].
+    """Return the messages of an exchange of `sent` elements [ranks, ranks].
 
     If every rank sends equally many bytes to every other rank on several nodes, the exchange is a collective, which
     NCCL and gloo run along one ring per network card.
     """
-    # numpy finds the few nonzero entries six times as fast in a flat boolean array.
+    # NumPy finds nonzero entries six times as fast in a flat boolean array.
     at = np.flatnonzero(sent != 0)
     src, dst = np.divmod(at, sent.shape[1])
     size = sent.ravel()[at].astype(np.float64) * itemsize

@@ -21,7 +21,7 @@ class HalvesFootprint:
 
     Attributes:
         first, second: peak of the values that each half creates, including results.
-        postponed: values that the first half computes or saves for the second half.
+        postponed: values that the first half leaves for the second.
         keeps: which of "hidden", "aux", "output" and "tangent" the second half needs; not in `postponed`.
     """
 
@@ -40,7 +40,7 @@ class Footprint:
         saved: values saved for the backward, excluding inputs and output.
         keeps: which of "hidden", "aux" and "output" the backward needs; not in `saved`.
         forward, backward: peak of the values that each graph creates, including results.
-        small: part of `saved` that stays on the device with offloading.
+        small: part of `saved` that is never offloaded.
     """
 
     output: int
@@ -54,7 +54,7 @@ class Footprint:
     def offloaded(self, hidden: int) -> tuple[int, frozenset[str]]:
         """Return the offloaded bytes for an input of `hidden` bytes, and the part of `keeps` that stays on the device.
 
-        Auxiliary values stay on the device, because all blocks share them.
+        Auxiliary values stay, because all blocks share them.
         """
         sizes = {name: size for name, size in (("hidden", hidden), ("output", self.output)) if name in self.keeps}
         moved = {name: size for name, size in sizes.items() if moves(size)}
@@ -62,6 +62,5 @@ class Footprint:
 
     @property
     def halves_estimate(self) -> HalvesFootprint:
-        """Upper bound on the memory of a split backward."""
         both = self.saved + self.backward
         return HalvesFootprint(both, self.backward, both, self.keeps | {"tangent"})

@@ -103,7 +103,7 @@ def held_by(variant: Variant, part: StagePart) -> MemoryLines:
 
 
 def aux_lines(program: Program) -> MemoryLines:
-    """Return the memory of the values that all blocks share, such as rotary tables."""
+    """Return the memory of values that all blocks share, such as rotary tables."""
     graph = program.templates[program.aux.template].graph
     return MemoryLines(output=(0.0, made_bytes(graph, MicroBatch(1024, 1)) / 1024))
 
@@ -122,7 +122,7 @@ def token_bytes(graph: fx.GraphModule) -> int:
 
 @dataclass(frozen=True)
 class TracedSizes:
-    """Conversion of traced sizes to a micro-batch's sizes.
+    """Conversion of a trace's sizes to a micro-batch's sizes.
 
     Attributes:
         tokens: symbol of the token count.
@@ -147,7 +147,6 @@ class TracedSizes:
         return {key: self.bytes_of(_terms(form, self.tokens)) for key, form in storages_of(node)}
 
     def within(self, node: fx.Node) -> int:
-        """Return the temporary bytes of a fused head, or 0."""
         operands = head_operands(node)
         if operands is None:
             return 0
@@ -167,7 +166,7 @@ class TracedSizes:
 
 @dataclass(frozen=True)
 class _TokenCount:
-    """Tokens of a trace on all ranks; `symbol` is "" if sizes do not depend on the tokens."""
+    """A trace's tokens on all ranks; `symbol` is "" if sizes do not depend on them."""
 
     symbol: str
     traced: int
@@ -197,8 +196,6 @@ def _count_of(variant: Variant, parts: int) -> _TokenCount:
 
 @dataclass(frozen=True)
 class _Results:
-    """Storages of a variant's results; `keeps` as in `Footprint`."""
-
     output: tuple[Terms, ...]
     saved: tuple[Terms, ...]
     gradients: tuple[Terms, ...]
@@ -232,7 +229,6 @@ def _results_of(variant: Variant, tokens: str) -> _Results:
 
 
 def most_alive(graph: fx.GraphModule, sizes: TracedSizes) -> int:
-    """Return the peak bytes of the values that a graph creates, including results."""
     lives = _lives_of(graph, sizes.tokens)
     value_bytes = np.rint(lives.constant * sizes.factor**lives.tokens * float(sizes.bounds) ** lives.bounds)
     begun, ended = (np.bincount(at, value_bytes, lives.nodes + 1) for at in (lives.begin, lives.end + 1))
@@ -246,7 +242,7 @@ def most_alive(graph: fx.GraphModule, sizes: TracedSizes) -> int:
 
 @dataclass(frozen=True)
 class _Lives:
-    """Lifetimes of storages, each of constant * `sizes.factor`^tokens * `sizes.bounds`^bounds bytes (`TracedSizes`)."""
+    """Lifetimes of storages of constant * `sizes.factor`^tokens * `sizes.bounds`^bounds bytes (`TracedSizes`)."""
 
     nodes: int
     begin: npt.NDArray[np.int64]

@@ -1,8 +1,6 @@
 """Candidate owners of one bucket, as fractions of the bucket by rank.
 
-A stage of t ranks needs 1 / t of the bucket on each rank. The candidates are:
-
-    by need   the fractions that ranks need under one strategy, or on average
+    by need   the fractions that ranks need under one strategy (1 / t in a stage of t ranks), or on average
     groups    equal fractions for one stage's ranks, or for the intersection or union of two strategies' ranks
     all       equal fractions for all ranks
     subsets   equal fractions for every set of ranks, for at most `FEW` ranks
@@ -22,9 +20,9 @@ Parts = NDArray[np.float64]
 Stages = tuple[tuple[int, ...], ...]
 
 FEW = 4
-# Maximum number of stages, and of second nodes, to try
+# Maximum stages, and second nodes, to try
 MOST = 8
-# Number of decimal places that are compared
+# Decimal places that are compared
 PLACES = 9
 
 

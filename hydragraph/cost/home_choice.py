@@ -2,13 +2,13 @@
 
 Let x_b be the fractions of bucket b that ranks own (`cost.home_candidates`). Under strategy s, let p_s(x), q_s(x) and
 h_s(x) be the slowest rank's seconds for pulling the bucket, pushing its gradients and sending their sums to second
-owners. If strategy s has frequency w_s, choose
+owners. With w_s the frequency of strategy s, choose
 
     x_b = argmin  e_b(x),   e_b(x) = sum_s w_s (p_s(x) + q_s(x) + h_s(x))
 
-Of candidates with equal e_b, choose one that moves the fewest bytes, then one whose largest fraction is smallest.
-Exchanges run one after another, so owners are chosen separately for each bucket. If these owners do not have enough
-memory, a linear program chooses the owners of all buckets (`cost.home_room`).
+Among candidates with equal e_b, choose one that moves the fewest bytes, then one whose largest fraction is smallest.
+Exchanges run one after another, so owners are chosen separately for each bucket. If their memory does not suffice, a
+linear program chooses the owners of all buckets (`cost.home_room`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SAME = 1e-9
 
 @dataclass(frozen=True)
 class HomeQuestion:
-    """Inputs for choosing a home; equal inputs give equal homes.
+    """Inputs that determine a home.
 
     Attributes:
         home: home whose shares, nodes, copies and fixed buckets are kept.
@@ -66,22 +66,14 @@ class HomeQuestion:
 
 @dataclass(frozen=True)
 class BucketClass:
-    """Buckets of equal form that the same stages use; their owners are chosen together.
-
-    Attributes:
-        users: for each strategy index, the stages that use the buckets.
-    """
+    """Buckets of equal form that the same stages use; their owners are chosen together."""
 
     buckets: tuple[Bucket, ...]
     users: dict[int, Stages]
 
 
 def choose_home(question: HomeQuestion) -> Home:
-    """Return the home that the question's rule chooses; a home without a rule is returned unchanged.
-
-    Raises:
-        ValueError: the home does not match the ranks, or needs a second node that does not exist.
-    """
+    """Return the home that the question's rule chooses; a home without a rule is returned unchanged."""
     home = question.home
     if home.rule is None:
         return home
@@ -125,8 +117,8 @@ class _Choice:
         self._weights: list[float] = (weights / weights.sum()).tolist()
         nodes = question.home.nodes or [device.node for device in question.cluster.devices]
         self._nodes = list(range(self.ranks)) if len(set(nodes)) == 1 else list(nodes)
-        # Fractions are in proportion to a rank's given share, divided by its slowdown; lost ranks
-        # have rate inf, so 0.
+        # Fractions are proportional to a rank's share, divided by its slowdown (infinite for lost
+        # ranks).
         shares = np.asarray(question.home.shares or (1.0,) * self.ranks, float)
         self._ability = shares / np.array([question.health.rate(rank) for rank in range(self.ranks)])
         self._known: dict[object, tuple[float, float]] = {}
@@ -144,8 +136,7 @@ class _Choice:
         narrow = self._question.home.rule == "stages"
         ranked = [self._ranked(bucket_class, wide=not narrow and self._mixed(bucket_class)) for bucket_class in classes]
         best = {b.name: row[0] for bucket_class, row in zip(classes, ranked, strict=True) for b in bucket_class.buckets}
-        # The best owners of each bucket by itself, if they fit; otherwise all buckets are chosen
-        # together.
+        # Each bucket's best owners, if they fit; otherwise all buckets are chosen together.
         if narrow or self._question.room is None or self._fits(classes, best):
             return best
         return self._repaired(classes) or best
@@ -158,8 +149,8 @@ class _Choice:
         ]
         buckets_by_key: dict[tuple[Any, ...], list[Bucket]] = {}
         for bucket in question.buckets:
-            # Strategy index -> stages that use the bucket. Buckets with equal keys have equal costs
-            # under every home.
+            # Strategy index -> stages that use the bucket. Equal keys mean equal costs under every
+            # home.
             used = {
                 number: strategy_holders[bucket.name]
                 for number, strategy_holders in enumerate(holders)
@@ -187,7 +178,7 @@ class _Choice:
         if len(choices) == 1 or self._question.home.rule == "stages":
             return choices
         priced = [(*self.price(each, parts), float(parts.max())) for parts in choices]
-        # Seconds, bytes and largest fractions that differ by less than SAME count as equal.
+        # Seconds, bytes and largest fractions within SAME count as equal.
         units = [max((row[i] for row in priced), default=0.0) * SAME or 1.0 for i in range(3)]
         order = sorted(range(len(choices)), key=lambda i: [round(v / u) for v, u in zip(priced[i], units, strict=True)])
         return [choices[i] for i in order]
@@ -252,7 +243,7 @@ class _Choice:
         choices = []
         for bucket_class in classes:
             class_choices = self._candidates(bucket_class, wide=True)
-            # With limited room, also allow single owners, and fractions in proportion to the free
+            # With limited room, also allow single owners, and fractions proportional to free
             # memory.
             if self._question.home.copies == 1:
                 class_choices += [one for rank, one in enumerate(np.eye(self.ranks)) if able[rank]]

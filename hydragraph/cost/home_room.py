@@ -8,7 +8,7 @@ There are m copies, and M_r elements fit on rank r. Choose the fraction x_kc of 
                 m sum_kc n_k z_k p_cr x_kc <= M_r         for every rank r
                 x_kc >= 0
 
-As many buckets as possible use a single candidate; the other buckets mix several candidates.
+As many buckets as possible use one candidate; the other buckets mix several.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from hydragraph.cost.home_candidates import Parts
 
 EXACT = 1e-9
-# Margin for rounding errors of the solver and of shard boundaries
+# Margin for rounding by the solver and at shard boundaries
 FULL = 1 - 1e-6
 
 
@@ -34,11 +34,11 @@ def within(
     """Return the ranks' fractions of each bucket, by class; None if memory does not suffice.
 
     Args:
-        counts: buckets in each class.
-        sizes: elements of one bucket in each class, over all copies.
+        counts: number of buckets of each class.
+        sizes: number of elements of a bucket in all copies, by class.
         room: M [ranks].
     """
-    # This import is needed only if the best owners do not fit
+    # Needed only if the best owners do not fit
     from scipy.optimize import linprog
 
     flat = [(k, parts, cost) for k, row in enumerate(choices) for parts, cost in zip(row, seconds[k], strict=True)]

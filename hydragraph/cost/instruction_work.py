@@ -13,7 +13,7 @@ from hydragraph.ir.schedules.schedule import Work
 
 SHARES: Mapping[Work, float] = {Work.INPUT_GRADIENT: 0.5, Work.WEIGHT_GRADIENT: 0.5}
 
-# A single empty object, because `Transfers` are compared by identity.
+# One object, because `Transfers` are compared by identity.
 NOTHING = Transfers(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 
@@ -22,11 +22,11 @@ class InstructionCosts(Protocol):
         """Return the seconds of a block's forward or unsplit backward for each micro-batch.
 
         Args:
-            micro_batches: indices of all micro-batches of the stage (`ir.rank_program.Role`).
+            micro_batches: indices of the stage's micro-batches (`ir.rank_program.Role`).
         """
 
     def copying(self, block: str, ranks: Sequence[int], micro_batch: int) -> float:
-        """Return the seconds of copying a block's saved values to or from the host, on the slowest rank."""
+        """Return the seconds that the slowest rank needs to copy a block's saved values to or from the host."""
 
     def moved(self, op: Op, bucket: str) -> Transfers:
         """Return the transfers of a pull, or of a push to first owners."""
@@ -35,10 +35,7 @@ class InstructionCosts(Protocol):
         """Return a push's transfers from first to second owners; empty if there is one copy."""
 
     def message_bytes(self, pipeline: int, micro_batch: int) -> float | None:
-        """Return the bytes of a micro-batch's hidden state; None: messages take no time.
-
-        `micro_batch` is numbered within the pipeline.
-        """
+        """Return the bytes of a pipeline's micro-batch's hidden state; None: messages take no time."""
 
     def update_s(self, rank: int) -> float: ...
 
@@ -52,7 +49,7 @@ Part = Literal["computing", "pull", "push", "messages", "ending"]
 
 
 class ExcludedCosts:
-    """Costs of instructions, with the costs of `parts` set to 0 ("ending": commit and update)."""
+    """Costs of instructions, in which `parts` cost 0 ("ending": commit and update)."""
 
     def __init__(self, work: InstructionCosts, *parts: Part) -> None:
         self._work = work

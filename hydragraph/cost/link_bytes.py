@@ -51,7 +51,6 @@ class Traffic:
 
     @property
     def most(self) -> int:
-        """Maximum bytes that one rank sends or receives."""
         loads = (np.bincount(at, self.size) for at in (self.src, self.dst) if len(at))
         return int(max((load.max() for load in loads), default=0))
 

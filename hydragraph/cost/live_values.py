@@ -25,7 +25,7 @@ class LiveValues:
         """Add a live value that has its own storage and keeps the storages of `shared` values alive.
 
         Args:
-            named: keep only storages that these values allocated; None: all.
+            named: only keep storages that these values allocated; None: all.
         """
         self._sizes[part, value] = size
         kept = (s for other in shared for s in self._values.get(other, ()) if named is None or s[1] in named)
@@ -38,13 +38,12 @@ class LiveValues:
                 self.total += self._sizes[storage]
 
     def shrink(self, value: str, part: str, size: int) -> None:
-        """Remove bytes from a live value's own storage because another value now owns them."""
+        """Remove bytes from a live value's own storage, because another value now owns them."""
         self._sizes[part, value] -= size
         self.sums[part] -= size
         self.total -= size
 
     def drop(self, *values: str) -> None:
-        """Remove values, and free storages that no other value uses."""
         for value in values:
             for storage in self._values.pop(value, ()):
                 self._users[storage] -= 1

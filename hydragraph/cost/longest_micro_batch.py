@@ -20,7 +20,7 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of cached peaks, each of which needs about a megabyte.
+# Maximum cached peaks, of about a megabyte each.
 PEAKS = 256
 
 
@@ -28,7 +28,7 @@ class LongestMicroBatch:
     """Search for the longest micro-batches that fit in the memory of a cluster's ranks.
 
     Args:
-        other: an instance for the same profile, types and number of ranks, whose cached peaks are reused.
+        other: instance for the same profile, types and number of ranks, whose cached peaks are reused.
     """
 
     def __init__(self, costs: Pricing, other: LongestMicroBatch | None = None) -> None:
@@ -112,7 +112,7 @@ class LongestMicroBatch:
         return list(kinds.values())
 
     def _own_shares(self, stage: Stage, span: tuple[int, int]) -> tuple[object, ...]:
-        """Return the home of each bucket that only ranks of the stage own, and None for other buckets."""
+        """Return the home of each bucket that only the stage's ranks own, None for others."""
         outline = self._costs.outline
         home = self._costs.home
         shares = []
@@ -129,7 +129,7 @@ class LongestMicroBatch:
         stage = pipeline.stages[at]
         together: tuple[Pipeline, ...] = (pipeline,)
         if any(shares := self._own_shares(stage, self._costs.spans(pipeline)[at])):
-            # Weights and gradients need no more memory on their owners, unless other stages push to these owners.
+            # Weights and gradients need no more memory on owners, unless other stages push to them.
             if strategy is not None:
                 together += tuple(p for p in strategy.pipelines if stage not in p.stages)
             form = (*form, shares, stage.devices.index(rank), tuple(p.shape for p in together[1:]))

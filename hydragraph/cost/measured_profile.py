@@ -43,7 +43,7 @@ class PipelineCost:
     Attributes:
         a, b, c: constants of the slowest stage, which takes c + the sum of a l^2 + b l over sequences of l tokens.
         near: as in `Constants`.
-        parts: costs of the stages; empty: all stages are equal.
+        parts: costs of stages; empty: equal stages.
         rows: rows of interleaved stages (`Pipeline.rows`).
     """
 
@@ -72,7 +72,6 @@ class PipelineCost:
         return self.parts or (_alike(self.envelope),) * self.stages
 
     def work(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """Return the seconds of each sequence, without c."""
         return np.asarray(self.envelope.work(np.asarray(lengths, dtype=np.float64)), dtype=np.float64)
 
     def micro_batch_seconds(self, lengths: ArrayLike) -> float:
@@ -84,7 +83,7 @@ class Profile:
     """Measured constants of one model on one kind of device.
 
     Attributes:
-        util: tokens of a micro-batch that reach 85 % of the maximum tokens/s, by tensor-parallel degree.
+        util: tokens of a micro-batch at 85 % of the maximum tokens/s, by tensor-parallel degree.
         memory: memory model; None: only `limits` bounds micro-batches.
         limits: measured maximum tokens of a micro-batch, by scheme.
         hetero_sync_s: additional seconds of an iteration whose pipelines have different schemes.
@@ -131,7 +130,7 @@ class Profile:
 
     @classmethod
     def merge(cls, profiles: Sequence[Profile]) -> Profile:
-        """Return one profile for several device types, with the link and notes of the first profile.
+        """Return one profile for several device types, with the first's link and notes.
 
         Raises:
             ValueError: the models differ, or two profiles have the same type.
@@ -155,11 +154,7 @@ class Profile:
         return replace(first, others=tuple(every[1:]))
 
     def of(self, type_: str) -> Profile:
-        """Return the profile of a device type.
-
-        Raises:
-            Unsupported: the type was not measured.
-        """
+        """Return a device type's profile; raise Unsupported if it was not measured."""
         for profile in (self, *self.others):
             if profile.type == type_:
                 return profile
@@ -225,11 +220,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a file written by `save`.
-
-        Raises:
-            ValueError: the file is not a profile.
-        """
+        """Read a file written by `save`; raise a ValueError if it is not a profile."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(data, dict):
@@ -246,7 +237,6 @@ class Profile:
             raise ValueError(f"{path}: not a profile ({error!r}): write one with hydragraph profile") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON."""
         Path(path).write_text(json.dumps(profile_record.saved(self), indent=1) + "\n", encoding="utf-8")
 
     @property
@@ -264,7 +254,7 @@ class Profile:
             )
 
     def constants(self, scheme: Scheme) -> Constants:
-        """Return the constants of a scheme.
+        """Return a scheme's constants.
 
         Raises:
             Unsupported: the scheme was not measured, or its fit failed.
@@ -280,9 +270,9 @@ class Profile:
         )
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
-        """Return MaxLen, the maximum tokens of a micro-batch if `devices` devices share the state; 0 if none fits."""
+        """Return MaxLen, the most tokens of a micro-batch if `devices` devices share the state; 0 if none fits."""
         self.constants(scheme)
-        # Measured limits account for memory that the allocator wastes.
+        # Measured limits include memory that the allocator wastes.
         if scheme in self.limits:
             return int(self.limits[scheme])
         if self.memory is None:
@@ -298,7 +288,7 @@ class Profile:
         return self.memory.max_len(scheme, devices)
 
     def util_len(self, scheme: Scheme) -> int:
-        """Return UtilLen, the fewest tokens of a micro-batch that uses the device well."""
+        """Return UtilLen, the fewest tokens of a micro-batch that use the device well."""
         self.constants(scheme)
         if scheme[0] not in self.util:
             raise self._unsupported(

@@ -9,13 +9,11 @@ from hydragraph.cost.rank_memory import MemoryCurve, MemoryWalk, exchange_name
 from hydragraph.cost.timeline import LazySequence, SimulatedSpan, Timeline
 from hydragraph.ir.instruction import Op, Stream
 
-# Returns a rank's walk, given the rank and `over` (see `MemoryWalk`).
+# Returns a rank's walk for `over` (see `MemoryWalk`).
 WalkOf = Callable[[int, Mapping[int, Sequence[str]]], MemoryWalk]
 
 
 def memory_curves(timeline: Timeline, walk_of: WalkOf) -> Sequence[MemoryCurve]:
-    """Return every rank's memory over time, computed on first access."""
-
     @cache
     def curve(rank: int) -> MemoryCurve:
         spans = timeline.ranks[rank]

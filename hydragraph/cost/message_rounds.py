@@ -19,8 +19,8 @@ class LinkTable(NamedTuple):
         handling: factor of each rank's latency [R].
         latency_s, bytes_per_s: of each link [2 K K].
         first: index of each link's first measured point, then the number of points [2 K K + 1].
-        logs: for each measured point, the logarithm of its bytes.
-        speeds: for each measured point, bytes per second.
+        logs: logarithm of each measured point's bytes.
+        speeds: bytes per second of each measured point.
     """
 
     node: Ints
@@ -38,7 +38,7 @@ class LinkTable(NamedTuple):
 
 @compiled
 def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return the seconds of each message without latency [M] and on a card [M], and the seconds of each rank [R].
+    """Return each message's seconds without latency [M] and on a card [M], and each rank's seconds [R].
 
     Args:
         src, dst: ranks [M].
@@ -69,7 +69,7 @@ def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floa
             leave[card[a]] += filling[i]
             enter[card[b]] += filling[i]
     rank_s = np.maximum(sent, received)
-    # A card sends and receives simultaneously, and carries all messages of its ranks to other nodes.
+    # A card sends and receives simultaneously, and carries its ranks' messages to other nodes.
     for i in range(count):
         a, b = src[i], dst[i]
         if node[a] != node[b]:

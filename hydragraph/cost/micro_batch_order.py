@@ -24,7 +24,7 @@ def longest_to_shortest(costs: Floats) -> Ints:
 
 @compiled
 def largest_in_middle(costs: Floats) -> Ints:
-    """Return each micro-batch's position in an order that fills and drains the pipeline with small micro-batches."""
+    """Return each micro-batch's position in an order that begins and ends with small ones."""
     count = len(costs)
     descending = longest_to_shortest(costs)
     position = np.empty(count, np.int64)

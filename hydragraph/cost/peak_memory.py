@@ -1,7 +1,7 @@
 """Maximum number of tokens that fit in a rank's memory.
 
-Peak memory is a maximum of linear functions of the tokens and therefore convex, so Newton's method converges to the
-unique answer. The peak is evaluated at multiples of a step that every tensor-parallel degree divides.
+Peak memory is a maximum of linear functions of the tokens, and thus convex, so Newton's method converges to the unique
+answer. The peak is evaluated at multiples of a step that every tensor-parallel degree divides.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ROUNDS = 8
 
 
 class PeakMemory:
-    """Peak bytes of a rank, as a non-decreasing function of the tokens per micro-batch.
+    """Peak bytes of a rank, non-decreasing in the tokens per micro-batch.
 
     Args:
         bytes_at: returns the bytes for a number of tokens that is a multiple of the step.
@@ -26,11 +26,11 @@ class PeakMemory:
         self._start = step
 
     def needs(self, tokens: int) -> float:
-        """Return an upper bound on the bytes for `tokens` tokens."""
+        """Return an upper bound on the bytes for `tokens`."""
         return self._at(max(self._step, math.ceil(tokens / self._step) * self._step))
 
     def most(self, limit: float) -> int:
-        """Return the maximum tokens that fit in `limit` bytes; 0 if less than a step fits or tokens need no memory."""
+        """Return the most tokens that fit in `limit` bytes; 0 if less than a step fits or tokens need no memory."""
         if self._at(self._step) > limit:
             return 0
         tokens = 0.0
@@ -44,7 +44,7 @@ class PeakMemory:
             before = at
             at = max(self._step, math.floor(tokens / self._step) * self._step)
             behind = at + self._step
-            # The peak is convex, so the answer is exact if the next step is on the line.
+            # The peak is convex: the answer is exact if the next step is on the line.
             if at == before or abs(self._at(behind) - (limit + slope * (behind - tokens))) <= 1:
                 break
         self._start = at

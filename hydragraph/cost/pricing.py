@@ -37,7 +37,7 @@ from hydragraph.spec.strategy import Strategy
 if TYPE_CHECKING:
     from hydragraph.cost.rank_memory import Blocks
 
-# Message size in bytes for which links are compared.
+# Bytes of a message, for comparisons of links.
 MESSAGE_BYTES = 1 << 20
 RING_TOKENS = 2048
 
@@ -115,11 +115,7 @@ class Pricing:
         return f"the mean error of such predictions is {' and '.join(errors)}"
 
     def rate(self, rank: int) -> float:
-        """Return a rank's rate.
-
-        Raises:
-            Unsupported: the rank is lost.
-        """
+        """Return a rank's rate; raise Unsupported if it is lost."""
         rate = self.health.rate(rank)
         if math.isinf(rate):
             raise Unsupported(
@@ -128,7 +124,6 @@ class Pricing:
         return rate
 
     def link(self, a: int, b: int) -> Interconnect:
-        """Return the link between two ranks, with a higher latency for slow ranks."""
         return self.cluster.link(a, b).handled(max(self.rate(a), self.rate(b)))
 
     def slowest_link(self, ranks: Sequence[int], size: float) -> Interconnect:
@@ -139,7 +134,7 @@ class Pricing:
         return self._of_type[self.cluster.type_of(rank)]
 
     def memory_of(self, rank: int) -> float:
-        """Return the bytes that a rank may use: the device's memory, or the measured free memory if that is less."""
+        """Return the bytes that a rank may use: its device's memory, or the measured free memory if that is less."""
         device = self.piece_profile(rank).device
         size = float(self.cluster.devices[rank].memory_bytes)
         return min(size, device.memory) if device is not None and self.measured else size
@@ -148,11 +143,6 @@ class Pricing:
         return max(self.piece_profile(rank).util.get(s.tp, 1) for s in pipeline.stages for rank in s.devices)
 
     def pieces(self, type_: str, kind: StageKind) -> Mapping[str, BlockPiece]:
-        """Return every template's cost for one device type and kind of stage.
-
-        Raises:
-            Unsupported: the kind was not measured, or its fit failed.
-        """
         profile = self._of_type[type_]
         if kind not in profile.pieces and kind.sums_in_pieces:
             return self.pieces(type_, kind._replace(sums_in_pieces=False))
@@ -210,7 +200,7 @@ class Pricing:
         return StageCost(tuple(forwards), tuple(backwards), tuple(aux), self.rings(stage, span), ahead, back)
 
     def _learning(self, span: tuple[int, int]) -> tuple[int, int]:
-        """Return the part of a span that runs a backward, which excludes blocks before the first trained block."""
+        """Return the part of a span that runs a backward: from the first trained block on."""
         return max(span[0], self.outline.lowest), span[1]
 
     def _blocks(self, stage: Stage, span: tuple[int, int]) -> list[BlockPiece]:
@@ -218,7 +208,7 @@ class Pricing:
         return [pieces[template] for template in self.profile.blocks[slice(*span)]]
 
     def rings(self, stage: Stage, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
-        """Return the tensor-parallel sums in a stage's forward and in its backward, or None."""
+        """Return the tensor-parallel sums of a stage's forward and backward, or None."""
         if stage.tp == 1:
             return None
         blocks = self._blocks(stage, span)
@@ -241,7 +231,7 @@ class Pricing:
             before[1].update(backward_s)
             for product_s, during_s in zip_longest(backward_s, piece.during_sums, fillvalue=0.0):
                 hidden += min(one - min(one, product_s) * (1 - 1 / pieces), during_s)
-        # Only a sum in several pieces overlaps with the product before it.
+        # Only sums in pieces overlap with the product before them.
         ahead, back = (tuple((n, s) for s, n in each.items()) if pieces > 1 else () for each in before)
         return (
             Ring(stage.tp, forward, size, link, pieces=pieces, beside=ahead),
@@ -251,7 +241,7 @@ class Pricing:
     def hop(self, stage: Stage, other: Stage) -> NeighborMessages:
         senders = stage.devices
         receivers = other.devices
-        # Receiver i receives from sender i modulo the number of senders (passes/pipeline.py).
+        # Sender i modulo the number of senders sends to receiver i (passes/pipeline.py).
         pairs = list(zip(senders, receivers, strict=False))
         by_sender = [[self.link(a, b) for b in receivers[i :: len(senders)]] for i, (a, _) in enumerate(pairs)]
         links = max(by_sender, key=lambda each: sum(link.seconds(MESSAGE_BYTES) for link in each))

@@ -40,7 +40,7 @@ class ProfileBlocks:
         self._aux_bytes = held.output[1] if held else 0.0
 
     def _piece(self, block: str, part: StagePart) -> BlockPiece:
-        # Some kinds of stage may not be measured on every type.
+        # Some kinds may not be measured on every type.
         kind = part.kind._replace(recompute=bool(part.recompute), sums_in_pieces=False)
         types = self._costs.cluster.types
         measured = (name for name in types if kind in self._costs.profile.of(name).pieces)

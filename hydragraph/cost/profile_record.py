@@ -18,7 +18,6 @@ _hints_of = cache(get_type_hints)
 
 
 def saved(value: Any) -> Any:
-    """Return a profile, or a value in a profile, as JSON values."""
     if is_dataclass(value):
         return {field.name: saved(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -27,7 +26,7 @@ def saved(value: Any) -> Any:
 
 
 def loaded(hint: Any, data: Any) -> Any:
-    """Return a value of type `hint` from the JSON values of `saved`; older files contain fewer fields."""
+    """Return a value of type `hint` from the JSON values of `saved`; older files have fewer fields."""
     parts = get_args(hint)
     origin = get_origin(hint)
     if data is None or not (parts or is_dataclass(hint)):

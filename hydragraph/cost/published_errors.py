@@ -6,7 +6,7 @@ from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.known_devices import known
 from hydragraph.spec.strategy import Strategy
 
-# for each kind of run: number of held-out runs, and mean error
+# kind of run -> number of held-out runs, and mean error
 PUBLISHED = {
     "without pipelines": (20, 0.070),
     "with pipelines": (22, 0.134),
@@ -23,7 +23,6 @@ MEMORY = "memory from the sizes of compiled graphs (mean error 11% on 11 publish
 
 
 def published_error(cluster: Cluster, strategy: Strategy) -> str:
-    """Describe the error on similar published runs, and the devices missing in these runs."""
     types = {name: cluster.types[name] for name in map(cluster.type_of, strategy.devices)}
     sheets = {name: known(device.flops_per_s, device.memory_bytes_per_s, name) for name, device in types.items()}
     families = {name: sheet.published if sheet else "" for name, sheet in sheets.items()}

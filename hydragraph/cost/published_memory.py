@@ -34,7 +34,7 @@ class MemoryModel:
 
     Attributes:
         hidden, vocab, activation, states, sharded: H, V, A, B and alpha.
-        gap: pairs of a maximum number of devices and a number of bytes, ascending; see `gap_bytes`.
+        gap: pairs (maximum number of devices, bytes), ascending; see `gap_bytes`.
         margin: bytes left free.
         device: capacity in bytes.
     """
@@ -67,6 +67,6 @@ class MemoryModel:
         return next((lost for upto, lost in self.gap if used <= upto), self.gap[-1][1])
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
-        """Return the maximum tokens of a micro-batch if `devices` devices share the state; 0 if none fits."""
+        """Return the most tokens of a micro-batch if `devices` devices share the state; 0 if none fits."""
         free = self.device - self.margin - self.gap_bytes(scheme) - self.states_bytes(scheme, devices)
         return max(0, math.floor(free / self.token_bytes(scheme)))

@@ -1,7 +1,7 @@
 """Memory of one rank in one iteration, from its program and compiled graphs.
 
 A rank's shard of the state needs 16 bytes per trained element (weight, gradient and AdamW's two moments in fp32; see
-`state_bytes`), and 4 per frozen element. Temporary memory of kernels and of the optimizer's update is not included.
+`state_bytes`), and 4 per frozen element. Temporary memory of kernels and of the optimizer is not included.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Memory:
         weights, gradients: weights and gradient sums of the rank's stage.
         activations: mini-batch, hidden states and values saved for backwards.
         working: temporary values of a block's graph.
-        messages: copies for sending, and received data not yet summed.
+        messages: copies for sending, and received data that is not yet summed.
         host: offloaded activations in host memory, not included in the total.
     """
 
@@ -75,7 +75,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Memory of one rank over an iteration.
+    """Memory of a rank over an iteration.
 
     Attributes:
         points: (seconds, bytes from then on), without peaks within instructions.
@@ -93,7 +93,6 @@ class MemoryCurve:
 
 
 def home_memory(traffic: HomeTraffic, rank: int, state_bytes: int) -> Memory:
-    """Return the memory of a rank's share of the state."""
     learning = traffic.owned(rank, True)
     return Memory(
         home_weights=WEIGHT_BYTES * traffic.owned(rank),
@@ -103,24 +102,20 @@ def home_memory(traffic: HomeTraffic, rank: int, state_bytes: int) -> Memory:
 
 
 def batch_bytes(own: int, every: int) -> int:
-    """Return the bytes of ids, positions and labels of a rank's tokens, and of shifted labels of all tokens."""
+    """Return the bytes of a rank's ids, positions and labels, and of all tokens' shifted labels."""
     return INTEGER_BYTES * (3 * own + every)
 
 
 def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) -> int | None:
-    """Return how many micro-batches decide a stage's peak memory; None: all.
+    """Return how many micro-batches decide a stage's peak; None: all.
 
     The first stage stores the micro-batches in flight and one returning gradient. A later stage stores the
     micro-batches in flight, the next hidden state and two gradients in transit.
-
-    Args:
-        rows: rows of the pipeline's stages (`Pipeline.rows`).
     """
     devices = len(set(rows))
-    # Interleaved stages: a group of devices runs several stages, in rounds of `devices`
-    # micro-batches.
+    # Interleaved: each group of devices runs several stages, in rounds of `devices` micro-batches.
     if devices < len(rows):
-        # A round of `devices` micro-batches begins while another round ends.
+        # One round begins while another ends.
         return None if schedule == ALL_IN_FLIGHT else 3 * devices + 3
     most = most_in_flight(schedule, devices)[position]
     return None if most is None else most + (1 if position == 0 else 3)
@@ -156,12 +151,9 @@ class MemoryWalk:
         blocks: the blocks' memory, exact or approximate.
         messages: whether to include pulls and pushes, which are in flight until an instruction waits for them.
         traffic: layouts of all buckets, reusable for other ranks; default: ranks own equal shares.
-        state_bytes: bytes of weight and optimizer state per trained element; default: AdamW's.
-        over: instruction index -> names (`exchange_name`) of pulls and pushes that end before the instruction, which
-            does not wait for them; None: none.
-
-    Raises:
-        ValueError: the strategy does not fit the blocks, the ranks or `micro_batches`.
+        state_bytes: bytes of state per trained element; default: AdamW's.
+        over: instruction index -> names (`exchange_name`) of pulls and pushes that end before the instruction, although
+            it does not wait for them; None: none.
     """
 
     def __init__(
@@ -204,13 +196,12 @@ class MemoryWalk:
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> MemoryWalk:
-        """Return a `MemoryWalk` of the same program with other micro-batches."""
         walk = copy(self)
         walk._begin(micro_batches)
         return walk
 
     def _begin(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> None:
-        # Micro-batches of this rank's pipelines; a shared stage serves several pipelines.
+        # Micro-batches of this rank's pipelines (several if shared).
         self._batches = {
             m: batch
             for role in (self._stage.roles if self._stage else ())
@@ -231,7 +222,7 @@ class MemoryWalk:
     def curve(self) -> tuple[Memory, int, list[int]]:
         """Return the peak memory, the index of the peak's instruction, and the bytes after each instruction."""
         own = sum(m.tokens for m in self._batches.values())
-        # Ids, positions and labels stay in memory for the whole iteration.
+        # Ids, positions and labels stay for the whole iteration.
         self._alive.add("batch", "activations", batch_bytes(own, self._everyones))
         at = -1
         after = []
@@ -249,8 +240,8 @@ class MemoryWalk:
             self._largest = {"working": working, **self._alive.sums}
 
     def _run(self, instruction: Instruction) -> None:
-        # `after` lists what the instruction waits for. The buffers of a pull end where its weights
-        # are used, and those of a push before a later push that waits for it.
+        # The instruction waits for `after`. A pull's buffers end where its weights are used, a
+        # push's before a later push that waits for it.
         for value in instruction.after if self._messages else ():
             if value.kind is ValueKind.WEIGHTS:
                 self._alive.drop(exchange_name(Op.PULL, value.exchange))
@@ -313,10 +304,10 @@ class MemoryWalk:
         traffic = self._traffic_of(Op.PUSH, name)
         link = self._pushed(traffic)
         total = gradients(name)
-        kept = () if link.outgoing else (total,)  # the value itself is sent if no copy is made
-        # Gradients move to first owners, and then to second owners.
+        kept = () if link.outgoing else (total,)  # without a copy, the value itself is sent
+        # Gradients move to first, then to second owners.
         size = max(link.outgoing + link.incoming, link.handed)
-        # A second push of a bucket (of another pipeline or stage) is received beside the first
+        # A bucket's second push (of another pipeline or stage) is received alongside the first
         # owner's sum.
         if bucket_of(name) in self._pushed_before and not self._stays_home(name):
             size += GRADIENT_BYTES * traffic.owners.first.local_size(self._rank)
@@ -341,10 +332,10 @@ class MemoryWalk:
         self._measure(block.forward + part)
         self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else block.output)
         if len(instruction.writes) > 1:
-            # Saved values that are other live values (such as the block's input) are counted once.
+            # Saved values that are also other live values (such as the input) count once.
             shared = self._kept(instruction, block.keeps - {"hidden"} if enters else block.keeps)
-            # At the border of a sequence-parallel stage, the saved input is this rank's part, a
-            # tensor of its own.
+            # At a sequence-parallel stage's border, the saved input is this rank's part, a separate
+            # tensor.
             own = block.saved + (part if "hidden" in block.keeps else 0)
             self._alive.add(instruction.writes[1], "activations", own, *shared)
 
@@ -353,7 +344,7 @@ class MemoryWalk:
         block = self._footprint(instruction.target, m)
         enters, leaves = self._borders(instruction.target)
         part = self._hidden_bytes(m) // self._part.tp if leaves else 0
-        # Only the first backward of a bucket allocates its gradient sum; later ones add to it.
+        # A bucket's first backward allocates its gradient sum; later ones add to it.
         sums = [v for v in instruction.writes if v.kind is ValueKind.GRADIENTS and v not in self._alive]
         # Gradient sums exist during the computation
         if self._model.adds(instruction.target, self._part):
@@ -413,7 +404,7 @@ class MemoryWalk:
         return self._batches[m].tokens * self._model.hidden_bytes
 
     def _borders(self, block: str) -> tuple[bool, bool]:
-        """Return whether sequence-parallel ranks receive a block's entire input and send its entire output."""
+        """Return whether sequence-parallel ranks receive a block's whole input and send its whole output."""
         if not self._part.sequence_parallel:
             return False, False
         stage = self._stage

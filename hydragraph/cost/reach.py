@@ -1,7 +1,7 @@
-"""Number of query-key pairs that attention computes within a window or chunks.
+"""Number of query-key pairs of attention within a window or chunks.
 
-With a window of w tokens, a query attends to at most w keys, including its own; with chunks of c tokens, it attends to
-the keys of its chunk. Attention over l tokens takes time proportional to q(l), about twice the number of causal pairs:
+With a window of w tokens, a query attends to at most w keys, including its own; with chunks of c tokens, to keys of its
+chunk. Attention over l tokens takes time proportional to q(l), about twice the number of causal pairs:
 
     no limit  q(l) = l^2
     window w  q(l) = l^2 up to w, and 2 w l - w^2 above
@@ -31,7 +31,6 @@ class AttentionReach:
     chunk: int | None = None
 
     def pairs(self, length: Any) -> Any:
-        """Return q(l) for a number of tokens or an array of them."""
         if self.chunk is None:
             return self._in_window(length)
         whole, rest = divmod(length, self.chunk)
@@ -53,7 +52,7 @@ class AttentionReach:
 
 WHOLE = AttentionReach()
 
-# Pairs of a reach and its seconds per unit of q(l), sorted by `AttentionReach.order`.
+# (reach, seconds per unit of q(l)), sorted by `AttentionReach.order`.
 Near = tuple[tuple[AttentionReach, float], ...]
 
 

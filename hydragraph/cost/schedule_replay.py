@@ -22,7 +22,7 @@ def replayed(
     Args:
         rows: seconds of micro-batches [M, S, 5], at least one.
         devices: each stage's group of devices (`Pipeline.rows`); empty: one group per stage.
-        order: each micro-batch's index in `rows`; default: ascending.
+        order: micro-batches' indices in `rows`; default: ascending.
     """
     from hydragraph.cost.compiled_replay import replay, scratch_of
 

@@ -23,7 +23,8 @@ class CostedSchemes:
     """Costs of schemes from `Costs`.
 
     Args:
-        schemes: schemes to choose from; default: the measured schemes."""
+        schemes: schemes to choose from; default: the measured schemes.
+    """
 
     def __init__(self, costs: Costs, schemes: Sequence[Scheme] | None = None) -> None:
         self._costs = costs
@@ -75,14 +76,9 @@ Schemes = Profile | CostedSchemes
 def schemes_of(
     profile: Profile, ranks: int, home: Home | None = None, schemes: Sequence[Scheme] | None = None
 ) -> Schemes:
-    """Return the costs of schemes on `ranks` measured devices.
-
-    Args:
-        profile: profile with blocks or with published constants.
-        home: as in `Costs`; ignored for published constants.
-    """
+    """Return the costs of schemes on `ranks` measured devices; `home` is ignored for published constants."""
     if profile.blocks and profile.device is not None:
-        # PyTorch is not needed for published constants
+        # Published constants do not need PyTorch
         from hydragraph.cost.costs import Costs
 
         return CostedSchemes(Costs(profile, profile.cluster(ranks), home=home), schemes)

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 # Tolerates rounding.
 FULL = 1 + 1e-9
 
-# A resource, and the fraction of the time in which it is used
+# (resource, fraction of the time in use)
 Used = tuple[tuple[int, float], ...]
 
 
 @dataclass(eq=False, slots=True)
 class Flow:
-    """Transfer that, at time `since`, runs at `rate` times full speed and needs `left` more seconds at full speed."""
+    """Transfer that, from time `since`, runs at `rate` times full speed and needs `left` seconds at full speed."""
 
     actor: int
     index: int
@@ -28,7 +28,7 @@ class Flow:
     used: Used
     rate: float = 0.0
     since: float = 0.0
-    # How often the rate has changed; each change makes the computed end invalid
+    # Number of changes of the rate; each invalidates the computed end
     version: int = 0
 
 
@@ -41,11 +41,10 @@ class Flows:
         self._users: dict[int, set[Flow]] = {}
 
     def begin(self, at: float, flow: Flow) -> None:
-        """Start a flow at a present or future time."""
         self._push(at, 0, flow)
 
     def ended(self) -> Iterator[tuple[float, Flow]]:
-        """Yield (end, flow) in order of ends; the caller may begin flows between ends."""
+        """Yield (end, flow) in order; the caller may begin flows between ends."""
         while self._events:
             now, _, version, flow = heapq.heappop(self._events)
             if version == 0:
@@ -81,7 +80,7 @@ class Flows:
         self._set_rates(now, freed)
 
     def _set_rates(self, now: float, flows: set[Flow]) -> None:
-        # Ties must be resolved in the same way in every run.
+        # Resolve ties alike in every run.
         for flow in sorted(flows, key=lambda f: (f.actor, f.index)):
             most = max((self._load[resource] for resource, _ in flow.used), default=0.0)
             rate = 1.0 if most <= FULL else 1.0 / most

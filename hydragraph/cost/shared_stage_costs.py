@@ -1,7 +1,7 @@
 """Cost of a shared stage for each of its pipelines.
 
-A shared stage takes 1 / x times as long for a pipeline that has the fraction x of the stage's micro-batches. If the
-slowest stage of pipeline p takes s_p seconds without sharing,
+For a pipeline with the fraction x of its micro-batches, a shared stage takes 1 / x times as long. If the slowest stage
+of pipeline p takes s_p seconds without sharing,
 
     x_p = (1 / s_p) / sum over the stage's pipelines q of (1 / s_q)
 """
@@ -14,11 +14,7 @@ from hydragraph.spec.strategy import Strategy
 
 
 def turns(strategy: Strategy, seconds: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-    """Return the slowdown 1 / x by pipeline and stage.
-
-    Args:
-        seconds: s_p of each pipeline, above 0.
-    """
+    """Return the slowdown 1 / x by pipeline and stage, if `seconds` are each pipeline's s_p, above 0."""
     paces: dict[int, float] = {}
     for pipeline, slowest in zip(strategy.pipelines, seconds, strict=True):
         for stage in pipeline.stages:

@@ -4,8 +4,8 @@
     seconds[k, s, r, part]  [K, S, R, 5, 3 + W]  per token^2, per token, per micro-batch, and per `AttentionReach.pairs`
     row[s, part]            [S, 5]               a micro-batch's seconds on each stage's slowest rank
 
-A micro-batch is described by sum l^2, sum l and W sums of `AttentionReach.pairs`. The times of links with measured
-points are approximations.
+A micro-batch is described by sum l^2, sum l and W sums of `AttentionReach.pairs`. Times of links with measured points
+are approximate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hydragraph.spec.cluster import Interconnect
 
 
 class StageTerms(NamedTuple):
-    """Kinds of pipelines.
+    """Pipeline kinds.
 
     Attributes:
         reaches: window and chunk [W, 2]; infinite: none.

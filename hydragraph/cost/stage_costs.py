@@ -27,7 +27,7 @@ class Ring:
         link: the slowest link of the ring.
         hidden: seconds per token that overlap with weight gradients; latencies do not overlap.
         pieces: number of pieces that the tokens are split into, summed one after another.
-        beside: (number of sums, seconds per token of the matrix product before each sum). A piece is summed while the
+        beside: (number of sums, seconds per token of the matrix product before each). A piece is summed while the
             product of the next piece is computed.
     """
 
@@ -41,7 +41,6 @@ class Ring:
 
     @property
     def exposed(self) -> Ring:
-        """Sums without overlap with weight gradients."""
         return replace(self, hidden=0.0)
 
     def slower(self, factor: float) -> Ring:
@@ -50,11 +49,9 @@ class Ring:
 
     @property
     def messages(self) -> int:
-        """Number of messages per sum, which a rank sends one after another."""
         return 2 * (self.ranks - 1)
 
     def sent_bytes(self, tokens: int) -> float:
-        """Return the bytes that a rank sends to the next rank for a micro-batch."""
         return self.times * self.messages * tokens * self.token_bytes / self.ranks
 
     @property
@@ -63,7 +60,6 @@ class Ring:
         return self.times * self.messages * self.link.latency_s
 
     def seconds(self, tokens: int) -> float:
-        """Return the exposed seconds for a micro-batch."""
         if not self.times:
             return 0.0
         each = self.messages * self.link.seconds(tokens * self.token_bytes / self.ranks / self.pieces)
@@ -99,7 +95,7 @@ class NeighborMessages:
         size = tokens * self.token_bytes * self.part
         total = 0.0
         for link in self.links:
-            # Messages through one card share its bandwidth.
+            # Messages share a card's bandwidth.
             together = link.latency_s + self.sharing * size / max(link.bytes_per_s, link.bandwidth(size))
             total += max(link.seconds(size), together)
         return total
@@ -111,7 +107,7 @@ class StageCost:
 
     Attributes:
         forward, backward: curves of each kind of rank (device type, rate).
-        aux: curves of computation that runs before the forward and does not wait for the forward's message.
+        aux: curves of computation that precedes the forward and does not wait for the forward's message.
         ahead, back: messages to and from the next stage, if any.
     """
 
@@ -137,12 +133,10 @@ class StageCost:
         return replace(self, rings=(self.rings[0], self.rings[1].exposed))
 
     def seconds(self, lengths: Sequence[int]) -> tuple[float, float]:
-        """Return the seconds of the forward, including aux, and of the backward."""
         early, one, two = self.apart(lengths)
         return early + one, two
 
     def apart(self, lengths: Sequence[int]) -> tuple[float, float, float]:
-        """Return the seconds of aux, forward and backward."""
         load = LengthSums(lengths)
         early, one, two = (
             max((sum(n * curve.at(load) for n, curve in parts) for parts in every), default=0.0)
@@ -174,7 +168,7 @@ class StageCost:
 
 
 def stage_rows(stages: Sequence[StageCost], micro_batches: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """Return the seconds of micro-batches [M, S, 5]; see `compiled_replay`."""
+    """Return the seconds of micro-batches [M, S, 5], for `compiled_replay`."""
     rows = {m: np.array([stage.row(m) for stage in stages]) for m in dict.fromkeys(map(tuple, micro_batches))}
     return np.array([rows[tuple(m)] for m in micro_batches])
 
@@ -185,7 +179,7 @@ def stages_end(
     schedule: str = DEFAULT_SCHEDULE,
     rows: tuple[int, ...] = (),
 ) -> float:
-    """Return the seconds that a sequence of micro-batches takes.
+    """Return the seconds of a sequence of micro-batches.
 
     Args:
         rows: row of each stage (`Pipeline.rows`); empty: one row per stage.

@@ -1,6 +1,6 @@
 """Simulated times of one iteration, instruction by instruction.
 
-A stage has a queue per stream. An instruction waits for its inputs and for the previous instruction in the queue. Pulls
+A stage has a queue per stream. An instruction waits for its inputs and for the previous instruction in its queue; pulls
 and pushes also wait for all ranks that exchange data, and the commit for all ranks. Computation includes
 tensor-parallel traffic.
 """
@@ -41,7 +41,7 @@ class SimulatedSpan(NamedTuple):
 
 
 class LazySequence(Sequence[T]):
-    """Values of a function at 0 to `count` - 1, computed at each access."""
+    """Values of a function at 0 to `count` - 1, computed at access."""
 
     def __init__(self, count: int, of: Callable[[int], T]) -> None:
         self._count = count
@@ -76,7 +76,7 @@ def _aligned(
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Times of every rank's instructions, from the iteration's start."""
+    """Times of ranks' instructions, from the iteration's start."""
 
     actors: tuple[Actor, ...]
     times: tuple[Times, ...] = field(repr=False)
@@ -106,11 +106,7 @@ class Timeline:
 
     @cached_property
     def memory(self) -> Sequence[MemoryCurve]:
-        """Memory of each rank over time.
-
-        Raises:
-            ValueError: the timeline was not simulated from `Costs`.
-        """
+        """Memory of each rank over time; raises a ValueError if the timeline was not simulated from `Costs`."""
         if self.curves is None:
             raise ValueError("this timeline has no memory data: use hg.simulate(costs, strategy, assignment)")
         return self.curves(self)
@@ -123,7 +119,7 @@ class Timeline:
         by_actor = []
         for actor, times in zip(self.actors, self.times, strict=True):
             busy = dict.fromkeys(Stream, 0.0)
-            # A push can start while the previous push sends sums to second owners.
+            # A push can start while the previous one sends to second owners.
             until = dict.fromkeys(Stream, 0.0)
             for instruction, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True):
                 stream = instruction.stream
@@ -202,9 +198,5 @@ def run(
     work: InstructionCosts,
     curves: Curves | None = None,
 ) -> Timeline:
-    """Simulate actors that together contain all ranks.
-
-    Raises:
-        ValueError: the programs never end.
-    """
+    """Simulate actors that together contain all ranks; raise a ValueError if the programs never end."""
     return Timeline(tuple(actors), tuple(EventSimulation(actors, cluster, work).run()), curves)

@@ -1,7 +1,7 @@
 """Traces of real and simulated iterations, in the Trace Event Format.
 
-A slice has a short name, such as "send h2.0 to rank 3", the operation as category, and the instruction as an argument.
-Free instructions have no slice.
+A slice has a short name ("send h2.0 to rank 3"), the operation as category, and the instruction as argument; FREE has
+none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TracedStep:
     """Traced iteration that can be simulated.
 
     Attributes:
-        seconds: step time on rank 0, without waiting for a plan.
+        seconds: step time on rank 0, without waits for a plan.
     """
 
     step: int
@@ -121,11 +121,7 @@ def _arguments(instruction: Instruction) -> dict[str, Any]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a real run's trace written by `write_events`.
-
-    Raises:
-        ValueError: the file is not a trace of a run.
-    """
+    """Read a trace written by `write_events`; raise a ValueError if it is not of a real run."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         steps = tuple(_step(record) for record in content["otherData"]["steps"])

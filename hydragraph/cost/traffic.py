@@ -1,8 +1,8 @@
 """Time of concurrent messages, and the ports and cards that they occupy.
 
-A rank receives one message after another and, at the same time, sends one message after another. Ranks share a network
-card's bandwidth. The slowest rank of a *group*, such as a stage, determines the group's time. A rank's rate multiplies
-the latency of the rank's messages.
+A rank receives messages one after another while it sends messages one after another. Ranks share a network card's
+bandwidth. The slowest rank determines the time of a *group*, such as a stage. A rank's rate multiplies the latency of
+its messages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Transfers:
 
     @cached_property
     def pairs(self) -> Mapping[Pair, float]:
-        """Bytes by sender and receiver."""
         return dict(zip(zip(self.src.tolist(), self.dst.tolist(), strict=True), self.size.tolist(), strict=True))
 
     @property
@@ -55,9 +54,9 @@ class ExchangeTimes:
     """Times and resources of an exchange between groups.
 
     Attributes:
-        seconds: time of each group without other traffic, 0 if the group takes no part [G].
+        seconds: time of each group without other traffic [G]; 0 if the group takes no part.
         partners: whether two groups exchange data [G, G]; on the diagonal, whether a group exchanges any.
-        occupied: (resource, fraction of `seconds`) pairs of each group.
+        occupied: each group's pairs (resource, fraction of `seconds`).
     """
 
     seconds: Floats
@@ -66,7 +65,6 @@ class ExchangeTimes:
 
     @cached_property
     def whole(self) -> bool:
-        """Whether every pair of groups exchanges data."""
         return bool(self.partners.all())
 
 
@@ -163,7 +161,7 @@ class RankLinks:
         groups = self._groups
         ranks = len(self._node)
         used: list[list[tuple[int, float]]] = [[] for _ in range(groups)]
-        # Among the ports of a group, only the busiest counts
+        # Only a group's busiest port counts
         for base, at in ((0, src), (groups, dst)):
             busiest = np.zeros(groups)
             np.maximum.at(busiest, self._group, np.bincount(at, moving, ranks))

@@ -24,7 +24,6 @@ class MessageBytes:
 
     Attributes:
         outgoing: copies for sending.
-        incoming: received data.
         handed: copies and received data of sums that first owners send to second owners.
     """
 
@@ -34,8 +33,6 @@ class MessageBytes:
 
 
 class BucketTraffic:
-    """Layouts of a bucket on its owners and on stages, and bytes of its pulls and pushes."""
-
     def __init__(self, owners: Layout, users: Layout) -> None:
         self.owners = owners
         self.users = users
@@ -49,11 +46,6 @@ class BucketTraffic:
         return sums_stay(self.users, self.owners)
 
     def pulled(self, rank: int, ranks: int, itemsize: int) -> MessageBytes:
-        """Return the bytes of messages for pulling weights.
-
-        Args:
-            itemsize: bytes of an element in transit.
-        """
         owners, users = self.owners, self.users
         incoming = self.pulled_bytes(rank, itemsize)
         shard = owners.local_size(rank)
@@ -65,7 +57,7 @@ class BucketTraffic:
         as_it_is = itemsize == WEIGHT_BYTES and _in_order(sends.src_at, sends.hi - sends.lo, shard)
         staged = not _in_order(receives.dst_at, receives.hi - receives.lo, users.local_size(rank))
         if not staged and self._weights_stay:
-            # The home shard, concatenated or cast, provides the weights
+            # The concatenated or cast home shard provides the weights
             return MessageBytes(0, incoming)
         copied = (0 if as_it_is else sends.elements) + (receives.elements if staged else 0)
         return MessageBytes(copied * itemsize, incoming)
@@ -80,14 +72,12 @@ class BucketTraffic:
         return size * itemsize
 
     def sums_at_home(self, rank: int) -> bool:
-        """Return whether a rank accumulates gradients directly in its home shard."""
         if not self._sums_stay:
             return False
         sends, receives = reduce(self.users, self.owners, rank).of(rank)
         return _same(sends, self.users.local_size(rank), receives, self.owners.local_size(rank))
 
     def pushed(self, rank: int, itemsize: int = GRADIENT_BYTES) -> MessageBytes:
-        """Return the bytes of messages for pushing gradients."""
         if self._sums_stay and not len(self.owners.second.rank):
             return MessageBytes(0, 0)
         sends, receives = reduce(self.users, self.owners, rank).of(rank)
@@ -106,7 +96,7 @@ class HomeTraffic:
     """Traffic of all buckets under one home.
 
     Args:
-        home_of: function that returns a bucket's owners, one object for equal owners.
+        home_of: returns a bucket's owners, one object for equal owners.
     """
 
     def __init__(self, buckets: Sequence[Bucket], home_of: HomeOf) -> None:

@@ -19,7 +19,7 @@ def slowed(cluster: Cluster, text: str) -> tuple[Cluster, dict[int, float]]:
     """Return the cluster after one change, and the slowdown of each changed rank.
 
     Args:
-        text: "device 3 x2.57" or "type l4 x2" slows down ranks; "between_nodes x0.5" or "within_node x2" multiplies
+        text: "device 3 x2.57" or "type l4 x2" slows ranks down; "between_nodes x0.5" or "within_node x2" multiplies
             bandwidth.
     """
     change = _FORM.fullmatch(text.strip())
@@ -46,7 +46,6 @@ def slowed(cluster: Cluster, text: str) -> tuple[Cluster, dict[int, float]]:
 
 
 def what_if(costs: Costs, text: str) -> Costs:
-    """Return the costs after one change (see `slowed`)."""
     cluster, factors = slowed(costs.cluster, text)
     rates = dict(costs.health.rates)
     slower = {rank: rates.get(rank, 1.0) * factor for rank, factor in factors.items()}

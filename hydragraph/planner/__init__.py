@@ -5,7 +5,7 @@ The package imports neither torch.distributed nor the runtime.
 
 from hydragraph import attributes
 
-# Names are imported on first use, so a rank that does not plan needs neither numba nor scipy.
+# Imported on first use, so that ranks that do not plan need neither numba nor scipy.
 __all__, __getattr__, __dir__ = attributes(
     "hydragraph.planner",
     {

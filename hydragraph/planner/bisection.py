@@ -6,12 +6,8 @@ from collections.abc import Callable
 
 
 def bisect(holds: Callable[[float], bool], low: float, high: float, precision: float) -> tuple[float, float]:
-    """Return two close numbers: a monotonic condition fails for the first and holds for the second.
-
-    The condition must fail for `low` and hold for `high`.
-
-    Args:
-        precision: maximum relative distance.
+    """Narrow `low` (where the monotonic condition fails) and `high` (where it holds) to a relative distance of
+    `precision`.
     """
     while high - low > precision * high:
         middle = (low + high) / 2
@@ -20,7 +16,6 @@ def bisect(holds: Callable[[float], bool], low: float, high: float, precision: f
 
 
 def above(holds: Callable[[float], bool], low: float) -> float:
-    """Return a number above `low` for which a monotonic condition holds."""
     high = 2 * low + 1e-12
     while not holds(high):
         high *= 2

@@ -23,7 +23,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 PLAIN = "plain data parallelism"
-# Shares are called unequal if the largest is this many times the smallest
+# Least ratio of largest to smallest share that counts as unequal
 UNEVEN = 1.1
 
 

@@ -1,7 +1,4 @@
-"""Canonical order of ranks, independent of how nodes and devices are listed.
-
-Nodes, their network cards and devices are sorted from fast to slow.
-"""
+"""Canonical order of ranks: nodes, their network cards and devices from fast to slow, however they are listed."""
 
 from __future__ import annotations
 

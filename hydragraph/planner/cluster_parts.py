@@ -43,7 +43,6 @@ def _sets(costs: Costs, nodes: list[int]) -> Iterator[frozenset[int]]:
 
 
 def kind_of(costs: Costs, node: int) -> object:
-    """Return a key that is equal for nodes with equal links, cards and devices."""
     built = costs.cluster.node(node)
     devices = [
         (costs.cluster.type_of(rank), costs.cluster.devices[rank].memory_bytes, costs.health.rate(rank))

@@ -33,10 +33,8 @@ def device_time(costs: Costs, strategy: Strategy, home: Home, assignment: Assign
 
 
 def main_cause(rival: Strategy, slower: dict[str, float], faster: dict[str, float], unused: float = 0.0) -> str:
-    """Return the main reason why a rival strategy is slower than the plan.
-
-    Args:
-        unused: fraction of devices that both strategies leave idle.
+    """Return the main reason why a rival strategy is slower than the plan, if both leave the fraction `unused` of
+    devices idle.
     """
     more = {kind: slower[kind] - faster[kind] for kind in slower}
     more["idle"] -= unused * sum(more.values())

@@ -17,7 +17,7 @@ from hydragraph.spec.training_workload import Workload
 
 SHOWN = 6
 STREAMS = {True: "streaming weights and gradients", GRADIENTS: "streaming gradients"}
-# A plan without measurements gets a warning if it needs more than this fraction of memory
+# Unmeasured plans that need more than this fraction of memory get a warning
 TIGHT = 0.9
 
 
@@ -37,7 +37,7 @@ class Rival:
 
 
 def explanation(costs: Costs, workload: Workload, chosen: PricedPlan, bound: float, moved: int, took_s: float) -> str:
-    """Return the text of `Plan.explain`, without the rivals and the reasons for idle devices."""
+    """Return the text of `Plan.explain`, without rivals and reasons for idle devices."""
     how = "simulated" if chosen.simulated else "estimated: slowest pipeline plus traffic"
     error = costs.error_of(chosen.strategy)
     lines = [

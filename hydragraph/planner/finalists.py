@@ -2,11 +2,11 @@
 
 pipeline recurrence     a lower bound on every proposal's time
 network cards' traffic  another lower bound on every proposal's time
-estimate with traffic   for proposals whose bounds are below the best time
-fewer pipelines         removes pipelines from the best proposals while this saves time
-micro-batches           forms a run's micro-batches for proposals that may be the best
-memory and owners       for proposals that may be the best
-simulation              of the best proposal, and of proposals that may be faster
+estimate with traffic   of proposals whose bounds are below the best time
+fewer pipelines         in the best proposals, while removing pipelines saves time
+micro-batches           as a run would form them, of proposals that may be the best
+memory and owners       of proposals that may be the best
+simulation              of the best, and of those that may be faster
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ FEW = 16
 MANY = 64
 # Estimated savings below this fraction are seldom real.
 SAVES = 0.003
-# Maximum number of plans to check during replanning.
+# Maximum plans to check during replanning.
 SETTLED = 6
-# Number of best proposals that are also tried with fewer pipelines.
+# Best proposals to try also with fewer pipelines.
 LEANER = 3
-# Maximum number of proposals whose micro-batches are formed before the first memory check.
+# Maximum proposals whose micro-batches are formed before the first memory check.
 CUT = 4
-# The exact time is seldom below this fraction of the `promised` time.
+# The exact time is seldom below this fraction of `promised`.
 PROMISED = 0.97
 # Assumed ratio of exact to estimated times with fewer pipelines.
 ROUGHLY = 0.95
@@ -61,7 +61,7 @@ WAITING = 1.05
 # A simulation takes as long as this many estimates.
 SIMULATION = 40
 
-# Function that returns how many bytes of state change owner under a home.
+# Returns how many bytes of state change owner under a home.
 Moved = Callable[[Home], int]
 Exactly = Callable[[PricedPlan], PricedPlan]
 
@@ -72,9 +72,8 @@ class Proposal:
 
     Attributes:
         last_s: end time of the last pipeline, without pull, push and update.
-        expected_s: approximate seconds of an iteration.
-        across: variant whose pipelines span many nodes, if different from `strategy`.
-        least_s: lower bound on an iteration's time.
+        expected_s, least_s: estimate of, and lower bound on, the iteration time.
+        across: as in `Candidate`.
     """
 
     strategy: Strategy
@@ -88,11 +87,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Finalists:
-    """Results of the selection.
-
-    Attributes:
-        passed: proposals whose memory was not checked.
-    """
+    """Results of the selection; the memory of `passed` proposals was not checked."""
 
     settled: tuple[PricedPlan, ...] = ()
     passed: tuple[Proposal, ...] = ()
@@ -119,7 +114,7 @@ class Finalists:
 def proposals(costs: Costs, lengths: Sequence[int], candidates: Iterable[Candidate]) -> list[Proposal]:
     """Return distinct proposals with assigned sequences, the most promising first."""
     by_strategy: dict[Strategy, Proposal] = {}
-    # An assigned candidate counts only if no other candidate has its strategy.
+    # Assigned candidates count only if no other has their strategy.
     for candidate in sorted(candidates, key=lambda each: each.assignment is not None):
         strategy = candidate.strategy
         if strategy not in by_strategy:
@@ -128,7 +123,7 @@ def proposals(costs: Costs, lengths: Sequence[int], candidates: Iterable[Candida
                 assignment, last = share_out(costs, strategy, lengths, candidate.together)
             expected = last + candidate.exposed_s
             by_strategy[strategy] = Proposal(strategy, assignment, last, expected, candidate.origin, candidate.across)
-    # Without its idle pipelines, a proposal may equal another one; keep the faster.
+    # Without idle pipelines, proposals may be equal; keep the faster.
     every: dict[Strategy, Proposal] = {}
     cards = CardBound(costs)
     carried = (_carried(cards, _busy(first_proposal)) for first_proposal in by_strategy.values())
@@ -178,10 +173,9 @@ def finalists(
         until: after this deadline, return as soon as one plan fits in memory.
         known: results, including those of earlier calls, extended in place.
         moved: if given, sorts proposals within `near` by the bytes of state that change owner.
-        clock: estimates of earlier calls.
     """
     began = time.monotonic()
-    # One estimate's duration tells how many estimates and simulations fit before the deadline.
+    # An estimate's duration tells how many estimates and simulations fit before the deadline.
     estimates = _estimated(costs, clock, found, near, until)
     each_s = (time.monotonic() - began) / max(1, len(estimates))
     estimated = {one.strategy for one in estimates}
@@ -194,7 +188,7 @@ def finalists(
         enough = len(settled) >= (SETTLED if near else _simulations(costs))
         if settled and (is_late(until) or enough):
             break
-        # Without `near`, a further proposal must promise to save at least SAVES.
+        # Without `near`, further proposals must promise to save SAVES.
         proposal = queue.next(best * (1 + (near or -SAVES)))
         if proposal is None:
             break
@@ -203,7 +197,7 @@ def finalists(
         able = len(settled) < _simulations(costs) and not is_late(until, SIMULATION * each_s)
         asked = (proposal.strategy, proposal.assignment)
         one = known.get(asked)
-        # Another search may have proposed the same strategy and assignment.
+        # Another search may have proposed the same.
         if one is None:
             one = settle(costs, *asked, proposal.origin, proposal.expected_s)
             if isinstance(one, PricedPlan):
@@ -218,9 +212,8 @@ def finalists(
 
 @dataclass(eq=False)
 class _Queue:
-    """Queue of proposals, the most promising first.
-
-    Forming a run's micro-batches is expensive, so proposals are first ordered by an optimistic time (`promised`).
+    """Queue of proposals. An optimistic time (`promised`) orders them first, because forming micro-batches is
+    expensive.
     """
 
     _clock: TimeEstimates
@@ -231,7 +224,7 @@ class _Queue:
     _cut: set[Strategy] = field(default_factory=set)
     _cut_s: float = 0.0
     _numbers: Iterator[int] = field(default_factory=count)
-    # entries: seconds, index of insertion, whether micro-batches must be formed, and proposal
+    # (seconds, insertion index, whether micro-batches must be formed, proposal)
     _heap: list[tuple[float, int, bool, Proposal]] = field(default_factory=list)
 
     def add_all(self, estimates: Sequence[Proposal]) -> None:
@@ -246,8 +239,7 @@ class _Queue:
     def _promise(self, proposal: Proposal) -> None:
         if not proposal.strategy.shares and not is_late(self._until):
             best = self._clock.promised(proposal.strategy, proposal.assignment.lengths)
-            # A second entry, at the time that good micro-batches may reach. If it is first, the
-            # micro-batches are formed.
+            # A second entry, at the time of good micro-batches, which are formed once it is first.
             self._add(PROMISED * self._clock.seconds(proposal.strategy, best), proposal, uncut=True)
 
     def _estimate_others(self, limit: float) -> None:
@@ -276,7 +268,7 @@ class _Queue:
     def _pop(self, limit: float) -> tuple[bool, Proposal]:
         if self._moved is None:
             return heappop(self._heap)[2:]
-        # Among proposals nearly as fast as the first, take the one that moves the least state.
+        # Among proposals about as fast as the first, take the one that moves least state.
         limit = min(limit, self._heap[0][0] * (1 + self._near))
         equal = [entry for entry in self._heap if entry[0] < limit] or self._heap[:1]
         homes = [self._clock.home(proposal.strategy) for *_, proposal in equal]
@@ -310,7 +302,7 @@ def _owned(costs: Costs, one: PricedPlan, last_s: float) -> PricedPlan:
         return Iterations(costs.changed(home=home), strategy).seconds(assignment)
 
     best_s = seconds(one.home)
-    # Traffic is hidden, so no other owners can save much.
+    # Traffic is hidden, so other owners cannot save much.
     if best_s <= WAITING * last_s:
         return one
     equal = _equal_home(costs, one)
@@ -406,7 +398,7 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
         share = sum(compress(assignment.counts, kept)) / sum(assignment.counts)
         if all(kept) or not share:
             continue
-        # The remaining pipelines run more micro-batches, but take no longer to fill.
+        # The other pipelines run more micro-batches, but fill as quickly.
         longer = (per_pipeline / share + filling) / (per_pipeline + filling)
         if ROUGHLY * longer * proposal.last_s >= proposal.expected_s:
             continue
@@ -417,7 +409,7 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
 
 
 def unlike(costs: Costs, forms: Sequence[object], nodes: Sequence[set[int]]) -> Iterator[int]:
-    """Yield one node of every set of nodes that have equal hardware and run equal pipelines."""
+    """Yield one node of each set of nodes that have equal hardware and run equal pipelines."""
     runs: dict[int, Counter[object]] = {}
     for form, on in zip(forms, nodes, strict=True):
         for number in on:

@@ -1,12 +1,11 @@
 """Compilation of the planner's search in other processes.
 
-numba compiles a function on its first call, which takes 50 CPU seconds for the whole planner. Installation fills
-numba's cache (`setup.py`). If the cache is empty, other processes plan for a made-up model while this process imports
-PyTorch and captures the user's model:
+numba takes 50 CPU seconds to compile the planner. Installation fills numba's cache (`setup.py`). If the cache is empty,
+other processes plan for a made-up model while this process imports PyTorch and captures the user's model:
 
     python -m hydragraph.planner.first_compilation stages    Metis's search over stages
     python -m hydragraph.planner.first_compilation devices   the search over devices
-    python -m hydragraph.planner.first_compilation lengths   assignment of sequences of varying lengths
+    python -m hydragraph.planner.first_compilation lengths   assignment of varying lengths
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from hydragraph.spec.training_workload import Workload
 
 LENGTH = 1024
 LAYERS = 6
-# Invented types of devices, and their relative times
+# Invented device types, and their relative times
 _FACTORS = {"fast": 1.0, "slow": 2.0}
 
 
 @contextmanager
 def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[bool]:
-    """Compile missing functions in other processes. A search that calls a missing function waits for it.
+    """Compile missing functions in other processes, and yield whether any is missing.
 
-    Yields whether any function was missing.
+    A search that calls a missing function waits for it.
 
     Args:
         seconds: maximum wait, after which compilation continues in the background.
@@ -59,7 +58,7 @@ def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[b
     if varying:
         last["lengths"] = schedule_search.improve
     until = math.inf if seconds is None else time.monotonic() + seconds
-    # If a process fails, this process compiles the remaining functions and reports the error.
+    # If one fails, this process compiles the remaining functions and reports the error.
     processes = [
         subprocess.Popen([sys.executable, "-m", __name__, what], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for what, function in last.items()

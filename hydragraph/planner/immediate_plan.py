@@ -1,10 +1,10 @@
 """Search for a good plan within a fraction of a second, while a run waits.
 
-The result is the fastest candidate that fits in memory:
+The result is the fastest candidate that fits in memory, of
 
 - the running and earlier strategies, if they use no lost rank;
 - the running strategy without slow pipelines, or with them rebuilt (with or without slow ranks);
-- results of the search for equal sequences of a typical length, and simple plans (`symmetric`).
+- simple plans (`symmetric`), and plans for equal sequences of a typical length.
 
 Candidates are estimated in the order of approximate times, for which the mini-batch is assigned longest first.
 """
@@ -34,25 +34,21 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 AT_ONCE_S = 0.3  # default deadline
-# Maximum number of known strategies to estimate
+# Maximum known strategies to estimate
 RUNNING = 3
 # Minimum number of estimates
 FEWEST = 8
-# Strategies whose approximate time exceeds this multiple of the best time are not estimated
+# Strategies above this multiple of the best approximate time are not estimated
 FAR = 1.5
-# Fraction of the deadline that the search may use
+# Fraction of the deadline for the search
 SEARCHING = 0.6
-# If a rank's rate is above this, plans without the rank are also tried
+# If a rank's rate is above this, also try plans without it
 SLOW = 1.5
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted time of a strategy that fits.
-
-    Attributes:
-        seconds: iteration time with a typical mini-batch.
-    """
+    """Predicted iteration time of a strategy that fits, with a typical mini-batch."""
 
     strategy: Strategy
     pipelines: tuple[PipelineCost, ...]
@@ -67,7 +63,7 @@ class Estimate:
 def plan_at_once(
     costs: Costs, workload: Workload, others: Sequence[Strategy], deadline_s: float = AT_ONCE_S
 ) -> Estimate | None:
-    """Return the best strategy found within about `deadline_s`, if any.
+    """Return the best strategy found, if any.
 
     Args:
         others: further candidates, the running strategy first; ranks outside the cluster count as lost.
@@ -80,7 +76,7 @@ def plan_at_once(
     candidates: list[tuple[float, Strategy, tuple[PipelineCost, ...]]] = []
     for strategy in dict.fromkeys([*_near(costs, workload, others), *promising]):
         pipelines = pipeline_costs(costs, strategy)
-        # The search found that the longest sequence fits
+        # The longest sequence fits, as the search found
         if strategy in promising:
             pipelines = tuple(replace(p, max_len=max(p.max_len, workload.longest)) for p in pipelines)
         if _fits(pipelines, workload):
@@ -94,7 +90,7 @@ def plan_at_once(
         if end > FAR * best or (len(seconds) >= FEWEST and time.monotonic() > began + deadline_s):
             break
         assignment = assign_pipelines(pipelines, batch, effort=QUICK)
-        # Traffic is estimated only for strategies that may be the fastest.
+        # Estimate traffic only of strategies that may be fastest.
         is_slower = assignment.seconds >= best
         seconds[strategy] = assignment.seconds if is_slower else traffic_in_line(costs, strategy)(assignment)
         best = min(best, seconds[strategy])

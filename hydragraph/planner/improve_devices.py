@@ -1,14 +1,14 @@
 """Improvement of plans for varying lengths, by moves of devices.
 
-The search for equal sequences gives all pipelines of a device type one tensor-parallel degree, but long sequences need
-large groups. Moves:
+The search for equal sequences gives a device type one tensor-parallel degree, but long sequences need large groups.
+Moves:
 
     split a node's devices into other groups, each with its own pipeline; slow devices may become idle
-    replace a pipeline by one or two pipelines of another degree on the same devices
-    merge two pipelines into one pipeline of any degree
+    replace a pipeline by one or two of another degree
+    merge two pipelines into one of any degree
     leave a pipeline's devices idle
 
-Each move is tried for one node or pipeline, and for all equal nodes or pipelines at once.
+Each move is tried for one node or pipeline, and for all equal ones at once.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-# Maximum number of strategies that are priced to improve one strategy.
+# Maximum strategies that are priced to improve one.
 PRICED = 200
-# Number of moves from which the best is chosen, because the first gain is often a dead end.
+# Moves to compare; the first gain is often a dead end.
 AT_ONCE = 24
-# Minimum fraction of the time that a move must save.
+# Minimum fraction of time that a move saves.
 SAVES = 1e-3
-# Moves are priced only if their `pace` is below this multiple of the best time.
+# Moves with a `pace` above this multiple of the best time are not priced.
 REACH = 1.15
-# Fraction of pull and push that is assumed to be exposed.
+# Assumed exposed fraction of pull and push.
 WAITED = 0.25
-# Devices may stay idle if they are slower than the healthiest device of their node by this factor.
+# Devices slower than their node's healthiest by this factor may stay idle.
 SLOW = 1.5
 
 Devices = tuple[int, ...]
 
 
 class DeviceMoves:
-    """Generator of moves to strategies whose pipelines fit a micro-batch of `reach` tokens."""
+    """Moves to strategies whose pipelines fit a micro-batch of `reach` tokens."""
 
     def __init__(self, costs: Costs, workload: Workload, reach: int, safety: float) -> None:
         typical = workload.typical
@@ -57,8 +57,7 @@ class DeviceMoves:
         self._degrees = {node: prices.degrees(node.site, len(node.devices)) for node in self._nodes}
         self._all_degrees = sorted({degree for degrees in self._degrees.values() for degree in degrees})
         free_by_rank = free_bytes(costs, typical.sequences * typical.length, safety)
-        # Bytes that a rank's share of the state leaves free, the least of any node with such
-        # groups.
+        # Least bytes that a rank's share of the state leaves free, over nodes with such groups.
         free: dict[GroupForm, float] = {}
         for node in self._nodes:
             least = min(free_by_rank[rank] for rank in node.devices)
@@ -73,7 +72,7 @@ class DeviceMoves:
         self._paces: dict[Hashable, tuple[float, float]] = {}
 
     def pace(self, strategy: Strategy) -> float:
-        """Return the approximate iteration time if pipelines are always busy, plus exposed traffic."""
+        """Estimate the iteration time as if pipelines were always busy, plus exposed traffic."""
         paces = [self._pace(pipeline) for pipeline in strategy.pipelines]
         busy = self._bench.micro_batches / sum(speed for speed, _ in paces)
         return busy + WAITED * max(traffic for _, traffic in paces)
@@ -103,7 +102,7 @@ class DeviceMoves:
         count = max(1, self._bench.micro_batches // len(strategy.pipelines))
         yield from self._nodes_split(strategy, count)
         for pipelines in alike.values():
-            # Change one of these equal pipelines, or all of them.
+            # Change one of these equal pipelines, or all.
             for some in {1: pipelines[:1], len(pipelines): pipelines}.values():
                 yield from _with(strategy, some, [])
                 for parts in (1, 2) if len(pipelines[0].devices) > 1 else (1,):
@@ -111,7 +110,7 @@ class DeviceMoves:
                         devices = [one.devices[part::parts] for one in some for part in range(parts)]
                         yield from _with(strategy, some, [self._pipeline(d, degree, count) for d in devices])
         for one, other in combinations_with_replacement(alike.values(), 2):
-            # Pair equal pipelines with each other, or those of two kinds.
+            # Pair equal pipelines, or those of two kinds.
             both = (one[::2], one[1::2]) if one is other else (one, other)
             pairs = list(zip(*both, strict=False))
             for joined in {1: pairs[:1], len(pairs): pairs}.values():
@@ -130,8 +129,8 @@ class DeviceMoves:
         alike: dict[Hashable, list[tuple[Devices, list[Pipeline]]]] = {}
         for node, pipelines in single.items():
             devices = tuple(rank for rank in node.devices if rank not in multi_stage_ranks)
-            # Nodes are equal if their devices are equally slow and form equal single-stage
-            # pipelines. Devices of pipelines with several stages stay where they are.
+            # Nodes are equal if their devices are equally slow and form equal one-stage pipelines.
+            # Devices of other pipelines stay.
             shape = tuple(sorted(tuple(sorted(self._rate[rank] for rank in p.devices)) for p in pipelines))
             key = node.site, tuple(self._rate[rank] for rank in devices), shape
             if devices:
@@ -139,16 +138,15 @@ class DeviceMoves:
         for nodes in alike.values():
             example = nodes[0][0]
             healthy = min(self._rate[rank] for rank in example)
-            # Devices are sorted from slow to healthy, so the first `slow` devices are the ones that
-            # may be idle.
+            # Devices are sorted from slow to healthy, so the first `slow` may be idle.
             slow = sum(self._rate[rank] > SLOW * healthy for rank in example)
             for idle in dict.fromkeys((0, slow)):
                 for sizes in splits(len(example) - idle, self._degrees[self._node[example[0]]]):
                     for some in {1: nodes[:1], len(nodes): nodes}.values():
                         split = [(ranks[idle:], sizes, pipelines) for ranks, pipelines in some]
                         yield from self._split(strategy, split, count)
-        # Split all nodes at once, or all but one node or one kind of node, because the slowest pipeline determines the
-        # traffic's time.
+        # Split all nodes at once, or all but one node or kind, because the slowest pipeline
+        # determines the traffic's time.
         every = [node for nodes in alike.values() for node in nodes]
         for degree in self._all_degrees:
             for kept in [every[:0], *(nodes[:n] for nodes in alike.values() for n in {1, len(nodes)})]:
@@ -168,11 +166,10 @@ class DeviceMoves:
         yield from _with(strategy, [p for _, _, pipelines in nodes for p in pipelines], new_pipelines)
 
     def laid_anew(self, pipeline: Pipeline, devices: Sequence[int], pipelines: int) -> Pipeline | None:
-        """Return a pipeline on `devices`, with layers divided by rate, or None if it does not fit.
+        """Return a pipeline on `devices`, or None if it does not fit.
 
-        Args:
-            pipeline: pipeline whose largest tensor-parallel degree is kept if possible.
-            pipelines: number of pipelines that share the mini-batch.
+        It keeps the largest tensor-parallel degree of `pipeline` if possible. The mini-batch is divided over
+        `pipelines` pipelines.
         """
         count = max(1, self._bench.micro_batches // pipelines)
         return self._pipeline(devices, max(stage.tp for stage in pipeline.stages), count) if devices else None
@@ -209,11 +206,10 @@ def climbed(
         gained = False
         moves = {move: None for device_moves in sources for move in device_moves.moves(now)}
         order = sorted((sources[0].pace(move), i, move) for i, move in enumerate(moves))
-        # `pace` is quick but ignores the assignment of sequences, so it only selects the moves to
-        # price.
+        # `pace` is quick but ignores the sequences' assignment, so it only selects moves to price.
         near = [move for least, _, move in order if least < best * REACH and move not in looked_at]
         while near and left > 0 and not gained:
-            # The best of AT_ONCE moves is taken, then all moves are generated again from there.
+            # Take the best of AT_ONCE moves, then generate all moves from there.
             some = near[: min(left, AT_ONCE)]
             near = near[AT_ONCE:]
             for move in some:

@@ -1,6 +1,6 @@
 """Improvement of candidate strategies on sample mini-batches, by exchanges of schemes.
 
-The proposal (Hydraulis, section 7) ignores bubbles, so its candidates are only starting points. Example: one
+The proposal (Hydraulis, section 7) ignores bubbles, so its candidates are only starting points. For example, one
 exchange turns 2 <tp4,pp1> into <tp4,pp1> + 2 <tp2,pp1>, 4 <tp2,pp1>, or <tp8,pp1>.
 """
 
@@ -16,7 +16,7 @@ from hydragraph.cost.measured_profile import Scheme
 from hydragraph.cost.schemes import Schemes
 from hydragraph.planner.tuning_set import Strategy, TuningSet
 
-# Maximum number of candidates that are improved per group of mini-batches, and of exchanges per candidate.
+# Maximum candidates to improve per group of mini-batches, and exchanges per candidate.
 STARTS = 4
 ROUNDS = 16
 WORTH = 1e-3
@@ -36,7 +36,7 @@ def refine(
     *,
     context: int | None = None,
 ) -> list[list[Scheme]]:
-    """Return candidates and improved strategies: the best static strategy, then the most useful alternatives.
+    """Return the best static strategy, then the most useful alternatives, then all others.
 
     Args:
         context: longest sequence that the static strategy must fit; default: the longest of `batches`.
@@ -67,7 +67,7 @@ def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDAr
 def climbed(
     start: Strategy, tuning: TuningSet, group: NDArray[np.int64], reach: int, profile: Schemes, devices: int
 ) -> Strategy:
-    """Improve a strategy on a group of mini-batches. The result fits sequences of `reach` tokens.
+    """Improve a strategy on a group of mini-batches; the result fits sequences of `reach` tokens.
 
     The additional cost of unequal pipelines is ignored, because later exchanges may save more.
     """

@@ -17,14 +17,13 @@ from hydragraph.planner.streamed_data_parallelism import streaming_fits
 from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
-# Maximum factors by which memory and the number of devices are multiplied.
+# Maximum factors for memory and devices.
 MOST = 64
 MANY = 8
 NEARLY = 0.04  # relative precision
 
 
 def check_labels(costs: Costs, workload: Workload) -> None:
-    """Reject devices whose memory is too small for the labels of all sequences."""
     running = _running(costs)
     least = batch_bytes(0, max(map(sum, workload.batches)))
     small = [rank for rank in running if costs.memory_of(rank) < least]

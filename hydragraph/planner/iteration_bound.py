@@ -1,14 +1,11 @@
 """Lower bound on the iteration time of any plan.
 
-A group of k ranks that takes t seconds for one block of one sequence spends k t device-seconds. The bound uses
-the fewest device-seconds of any group of a type. In time T, the devices of a type, with rates (slowdowns) x_d, provide
-T sum 1 / x_d device-seconds. A linear program finds the least T in which the types can compute all blocks of all
-sequences.
+A group of k ranks that takes t seconds for one block of one sequence spends k t device-seconds. The bound uses the
+fewest device-seconds of any group of a type. In time T, a type's devices with rates (slowdowns) x_d provide T sum 1 /
+x_d device-seconds. A linear program finds the least T in which the types can compute all blocks of all sequences.
 
-The bound is at least the time of the longest sequence's forward and input-gradient backward (zb-h1) through all blocks,
-each on its fastest group.
-
-With one type of device and one kind of block, the bound is Malleus's T_opt.
+The bound is at least the longest sequence's forward and input-gradient backward (zb-h1), each block on its fastest
+group. With one type of device and one kind of block, it is Malleus's T_opt.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
 
     healthy = costs.changed(health=Health())
     nodes = nodes_of(costs)
-    # Healthy devices per type: a device with slowdown x counts as 1 / x devices.
+    # Healthy devices per type; one with slowdown x counts as 1 / x.
     capacity: dict[DeviceSite, float] = defaultdict(float)
     for node in nodes:
         capacity[node.site] += sum(1 / rate for rate in node.rates)
@@ -50,8 +47,8 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
     example = {site: max((node.devices for node in nodes if node.site == site), key=len) for site in sites}
     blocks = Counter(costs.profile.blocks)
     templates = list(blocks)
-    # Per type and kind of block: device-seconds of all sequences, and seconds of the longest
-    # sequence alone.
+    # Per type and kind of block: device-seconds of all sequences, and the longest sequence's
+    # seconds alone.
     spent = np.full((len(sites), len(templates)), math.inf)
     alone = np.full((len(sites), len(templates)), math.inf)
     longest = max(lengths)
@@ -64,7 +61,7 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
             for t, template in enumerate(templates):
                 at = costs.profile.blocks.index(template)
                 cost = healthy.stage(stage, (at, at + 1))
-                # All sequences form one micro-batch; aux is omitted.
+                # All sequences in one micro-batch, without aux.
                 spent[s, t] = min(spent[s, t], kind.tp * sum(cost.apart(every_length)[1:]))
                 forward, backward = cost.apart([longest])[1:]
                 alone[s, t] = min(alone[s, t], forward + SHARES[Work.INPUT_GRADIENT] * backward)
@@ -72,11 +69,11 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
     if not able.any():
         return math.inf
     counts = np.array([blocks[template] for template in templates])
-    # Variables: the fraction of each template on each type of device [types * templates], then T.
+    # Variables: fractions of templates on types of devices [types * templates], then T.
     speeds = np.array(list(capacity.values()))[able]
     objective = np.append(np.zeros(len(speeds) * len(templates)), 1.0)
-    # Equalities: each template's fractions add up to 1. Inequalities: the device-seconds of a type
-    # are at most its speed times T.
+    # Equalities: a template's fractions add up to 1. Inequalities: a type's device-seconds are at
+    # most its speed times T.
     every = np.hstack([*[np.eye(len(templates))] * len(speeds), np.zeros((len(templates), 1))])
     limits = np.hstack([block_diag(*(counts * spent[able])), -speeds[:, None]])
     solved = linprog(objective, limits, np.zeros(len(speeds)), every, np.ones(len(templates)), method="highs")

@@ -1,4 +1,4 @@
-"""The micro-batches of equal sequences that a run would form for each pipeline."""
+"""Micro-batches of equal sequences that a run would form for each pipeline."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ ANY = 2**62
 
 
 def pipeline_costs(costs: Costs, strategy: Strategy, limit: int | None = None) -> tuple[PipelineCost, ...]:
-    """Return the cost of each pipeline.
-
-    Args:
-        limit: maximum tokens of a micro-batch; None: as many as fit.
-    """
+    """Return each pipeline's cost with at most `limit` tokens per micro-batch (None: as many as fit)."""
     if strategy.shares:
         return costs.pipelines(strategy)
     forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]

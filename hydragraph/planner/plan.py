@@ -70,27 +70,29 @@ WAYS: dict[str, tuple[SearchMethod, ...]] = {
 
 ORDERS: dict[str, Order] = {"search": "exact", "metis": "memory", "auto": "exact"}
 
-# Usable fractions of memory, which are tried in turn until a plan fits.
+# Usable fractions of memory, tried in turn until a plan fits.
 SAFETIES = (SAFETY, 0.88, 0.7)
-# If the state exceeds the fraction TIGHT of memory, the search is repeated with ROOMY times the usable memory.
+# If the state exceeds the fraction TIGHT of memory, search again with ROOMY times the usable
+# memory.
 TIGHT = 0.1
 ROOMY = 1.2
-# Maximum number of candidates that each search keeps.
+# Maximum candidates that each search keeps.
 SETTLED = 6
 FEW = 64
-# Maximum number of plans that "auto" keeps from Metis's search.
+# Maximum plans that "auto" keeps from Metis's search.
 STAGED = 2
-# The plan that moves the fewest bytes is chosen among plans within this fraction of the best time.
+# Within this fraction of the best time, the plan that moves the fewest bytes is chosen.
 NEAR = 0.005
-# Plans for varying lengths within this fraction of the best time are simulated again with the given rank numbers.
+# Within this fraction of the best time, plans for varying lengths are simulated again with the
+# given rank numbers.
 AGAIN = 0.01
-# No work starts after the fraction SEARCHING of the deadline, and no search after SEARCHED. Searches may use FINDING of
-# the rest.
+# No work starts after SEARCHING of the deadline, and no search after SEARCHED. Searches may use FINDING of the
+# rest.
 SEARCHING = 0.9
 SEARCHED = 0.75
 FINDING = 0.65
 CLIMBS = 3
-# Maximum number of candidates for the iteration planner; each must save the fraction WORTH of the time.
+# Maximum candidates for the iteration planner; each must save the fraction WORTH.
 CANDIDATES = 4
 WORTH = 1e-3
 
@@ -186,8 +188,8 @@ def plan(
 
     Args:
         method: "mixed" is for several types of devices (AutoHet), "straggler" for slow devices (Malleus). "search"
-            finds the least cost in Metis's search space; "metis" runs Metis's memory-aware search. "auto" runs all
-            methods except "metis", but "search" only for up to 64 ranks and without a deadline.
+            finds the least cost in Metis's search space; "metis" runs Metis's memory-aware search. "auto" runs all but
+            "metis", and "search" only for up to 64 ranks without a deadline.
         running: current plan, strategy or strategy text. If given, the plan that moves the fewest bytes of state is
             chosen from nearly equally fast plans.
         deadline_s: seconds after which the best plan so far is returned. With None, the search completes and is
@@ -291,7 +293,7 @@ def _plan(costs: Costs, asked: _Question, deadline_s: float | None) -> Plan:
     def moved(home: Home) -> int:
         return moved_bytes(costs, home_before, home)
 
-    # The order ignores rates during replanning, so a rank that becomes slow keeps its state.
+    # During replanning, the order ignores rates, so a rank that becomes slow keeps its state.
     order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
     # `_extended` takes little time and may find the best plan, so the searches leave it some.
@@ -304,7 +306,7 @@ def _plan(costs: Costs, asked: _Question, deadline_s: float | None) -> Plan:
         looked = _exact(costs, looked)
     for settled in looked.settled:
         asked.seen(settled)
-    # A strategy that does not fit the longest sequence may be best for other mini-batches.
+    # A strategy that does not fit the longest sequence may be best for others.
     able = [settled for settled in looked.settled if math.isfinite(settled.seconds)]
     if not able:
         raise nothing_fits(costs, workload, looked.short, safety, asked.streaming)
@@ -365,7 +367,7 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
         if any(math.isfinite(settled.seconds) for settled in looked.settled) or not looked.short:
             break
     if asked.ways and PUBLISHED not in asked.ways:
-        # Only the broadest search tries subsets of nodes.
+        # Only the broadest search tries fewer nodes.
         quickly = partial(ask, asked=replace(asked, ways=asked.ways[:1], method="mixed"), safety=safety)
         least = bound_of(costs, asked.workload.batches) if looked.settled else math.inf
         looked = _on_fewer(ordered, looked, least, quickly, asked.until, time.monotonic() - began)
@@ -377,7 +379,7 @@ def _extended(costs: Costs, asked: _Question, looked: Finalists) -> Finalists:
     workload = asked.workload
     until = asked.until
     below_s = min((candidate.seconds for candidate in looked.settled), default=math.inf)
-    # Owners by block are often the last resort, so streaming may be faster than such plans.
+    # Owners by block are often the last resort; streaming may be faster.
     is_roomy = any(math.isfinite(each.seconds) and not each.home.buckets for each in looked.settled)
     if asked.ways and PUBLISHED not in asked.ways and _tight(costs):
         owned = owned_pipelines(costs, workload, below_s, until)
@@ -402,7 +404,7 @@ def _extended(costs: Costs, asked: _Question, looked: Finalists) -> Finalists:
 def _looked_at(
     costs: Costs, asked: _Question, safety: float, group_prices: GroupPrices, moved: Moved | None, exactly: Exactly
 ) -> Finalists:
-    """Select finalists from each search separately, so that "auto" is never worse than any one search."""
+    """Select finalists from each search separately, so that "auto" is never worse than one search."""
     workload, method, ways, until = asked.workload, asked.method, asked.ways, asked.until
     typical = workload.typical
     reaches = _reaches(workload)

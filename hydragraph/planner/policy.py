@@ -37,7 +37,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision between one static strategy and choosing a strategy in every iteration.
+    """Decision between one static strategy and choosing one in every iteration.
 
     Attributes:
         static: index of the best static candidate, if any.

@@ -36,7 +36,7 @@ Line = tuple[float, float]
 
 STREAMED_ROUNDS = 5
 MOVES = 64
-# Usable fraction of a device's memory.
+# Usable fraction of memory.
 NEAR_LIMIT = 0.99
 
 
@@ -45,7 +45,6 @@ class Candidate:
     """A strategy that may be the best for equal sequences.
 
     Attributes:
-        seconds: approximate seconds of an iteration.
         together: sequences per micro-batch.
         across: variant whose pipelines span many nodes, if different from `strategy`.
         exposed_s: longest time for which a pipeline waits for pull and push.
@@ -66,7 +65,6 @@ class SearchCandidate:
     """A search result, whose pipelines consist of groups.
 
     Attributes:
-        together: sequences per micro-batch.
         layout: layout of each kind of pipeline; default: by `bench.lay`.
     """
 
@@ -110,7 +108,7 @@ class PricedPlan:
     """A runnable strategy, its home (owners of the state) and its assignments.
 
     Attributes:
-        by_batch: seconds of each mini-batch, infinite if it does not fit.
+        by_batch: each mini-batch's seconds, infinite if it does not fit.
         memory: peak bytes of every rank.
     """
 
@@ -129,12 +127,7 @@ class PricedPlan:
 
 @dataclass(frozen=True)
 class Shortage:
-    """A strategy that does not fit.
-
-    Attributes:
-        rank: rank with the largest shortage of memory.
-        bytes: bytes that `rank` needs in addition.
-    """
+    """A strategy that does not fit; `rank` has the largest shortage of memory and needs `bytes` more."""
 
     strategy: Strategy
     rank: int
@@ -145,7 +138,7 @@ class Shortage:
 
 
 def placed_candidates(found: Iterable[SearchCandidate]) -> list[Candidate]:
-    """Place the pipelines of search results on devices; return the most promising first."""
+    """Place search results' pipelines on devices; return the most promising first."""
     candidates = []
     for each in sorted(found, key=lambda each: each.seconds):
         laid = each.laid()
@@ -163,9 +156,7 @@ def placed(
 ) -> list[Pipeline]:
     """Return pipelines of groups.
 
-    Args:
-        index: number of each form in the layouts.
-        by_stage: whether all first stages get the first groups; if not, the first pipeline gets them.
+    If `by_stage`, all first stages get the first groups, else the first pipeline does.
     """
     waiting: dict[int, list[Group]] = {}
     for group in groups:
@@ -201,8 +192,7 @@ def form_of(costs: Costs, pipeline: Pipeline) -> object:
 def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together: int) -> tuple[Assignment, float]:
     """Distribute equal sequences over pipelines in micro-batches of `together` sequences.
 
-    Returns:
-        The assignment, and the last pipeline's end time without pull, push and update.
+    Also return the last pipeline's end time without pull, push and update.
     """
     forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
     pipelines = dict(zip(forms, strategy.pipelines, strict=True))
@@ -286,12 +276,10 @@ def owners(
 def owners_by_block(
     costs: Costs, strategy: Strategy, assignment: Assignment, worth: Callable[[Home], bool] = lambda home: True
 ) -> tuple[Home, tuple[int, ...]] | None:
-    """Choose owners of each block; return the home and every rank's peak memory, or None if no home fits.
+    """Choose owners of each block; return the home and every rank's peak memory, or None if no home is `worth` pricing
+    and fits.
 
     If stages stream, ranks with too little memory get smaller shares.
-
-    Args:
-        worth: whether a home's memory is worth computing; if not, `owners_by_block` returns None.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)
@@ -316,7 +304,7 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
 
     Every pipeline is assumed to get the largest micro-batches of any pipeline with the same shape.
     """
-    # `_lines` reserves memory for the messages of ranks that share the state of all blocks.
+    # `_lines` reserves memory for messages of ranks that share all blocks' state.
     messages = bool(strategy.streams or home.buckets)
     everything = [micro_batches_of(strategy, assignment) for assignment in assignments]
     shapes = [pipeline.shape for pipeline in strategy.pipelines]
@@ -375,12 +363,11 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
 
 @dataclass(frozen=True)
 class _DecisiveBatches:
-    """Micro-batches that determine memory. If a pipeline is full, further micro-batches add only their tokens' bytes.
+    """Micro-batches that determine memory: if a pipeline is full, further micro-batches add only their tokens' bytes.
 
     Attributes:
-        largest: for each pipeline, as many of its largest micro-batches as fill the pipeline.
-        tokens: tokens of each pipeline.
-        every: tokens of the mini-batch.
+        largest: for each pipeline, as many of its largest micro-batches as fill it.
+        tokens, every: tokens of each pipeline, and of the mini-batch.
     """
 
     largest: Sequence[list[MicroBatch]]

@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 QUICK = SearchEffort(kicks=1, enough=2e-2)
 SIMULATED = 3
-# Maximum number of reassignments while a rank has too little memory.
+# Maximum reassignments while a rank has too little memory.
 ROUNDS = 8
-# Maximum number of ranks for which strategies are simulated.
+# Maximum ranks for which strategies are simulated.
 FEW = 128
 
 
@@ -103,7 +103,7 @@ class MiniBatchPrices:
             lacks = max(memory[rank] - self.costs.memory_of(rank) for rank in ranks)
             if lacks <= 0:
                 return PricedPlan(strategy, home, assignments, seconds, memory, origin, simulated=simulating)
-            # MaxLen ignores the memory of messages and of the rest of the mini-batch.
+            # MaxLen ignores messages and the rest of the mini-batch.
             beside = 2 * beside + lacks
         worst = max(ranks, key=lambda rank: memory[rank] - self.costs.memory_of(rank))
         return Shortage(strategy, worst, lacks)
@@ -136,7 +136,7 @@ class MiniBatchPrices:
             limits = {p: self.costs.max_len(p, whole, beside) for p in strategy.pipelines}
             priced_pipelines = zip(strategy.pipelines, self.pipelines(strategy), strict=True)
             return [replace(cost, max_len=min(cost.max_len, limits[p])) for p, cost in priced_pipelines]
-        # Here, the time of a pipeline depends on other pipelines
+        # Here, a pipeline's time depends on others
         if strategy.shares:
             return self.costs.pipelines(strategy)
         pipeline_costs = []
@@ -157,8 +157,7 @@ def settle_best(
 ) -> None:
     """Check strategies, the lowest estimate first, until `most` fit all mini-batches.
 
-    Args:
-        until: after this deadline, stop at the first strategy that fits, without simulation.
+    After the deadline `until`, stop at the first strategy that fits, without simulation.
     """
     order = list(origins)
     if not is_late(until):

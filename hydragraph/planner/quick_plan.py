@@ -13,15 +13,16 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
 
-# Assumptions for unmeasured models. At this number of tokens, attention's quadratic cost equals the linear cost.
+# Assumptions for unmeasured models. With this many tokens, attention's quadratic cost equals the
+# linear.
 QUADRATIC_FROM = 4096
 # Fixed cost of a micro-batch, in tokens.
 OVERHEAD_TOKENS = 32
-# Maximum number of tokens in a micro-batch, unless one sequence is longer.
+# Maximum tokens in a micro-batch, unless one sequence is longer.
 MICRO_BATCH_TOKENS = 8192
-# A micro-batch of at least this many tokens is assumed to use a device well.
+# Assumed least tokens of a micro-batch that uses a device well.
 USEFUL_TOKENS = 256
-# Minimum number of micro-batches per stage, which limits a pipeline's bubble to a third.
+# Minimum micro-batches per stage, which limits the bubble to a third.
 MICRO_BATCHES_PER_STAGE = 2
 
 
@@ -69,7 +70,7 @@ def too_long(sequence: int, tokens: int, most: int) -> Unsupported:
 
 
 def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Assignment:
-    # All ranks must break ties in the same way.
+    # All ranks must break ties alike.
     loads = [0.0] * len(pipelines)
     shares: list[list[int]] = [[] for _ in pipelines]
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):

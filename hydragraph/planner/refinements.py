@@ -1,9 +1,9 @@
-"""Refinements of plans that the search found. Each result's memory is checked, and its time simulated.
+"""Refinements of plans that the search found, with checked memory and simulated times.
 
 memory budgets   stages that recompute save as many activations as fit, later stages first
 schedules        another schedule that the run can use, such as zb-h1
-interleaving     each device runs several stages, and owners of the state are chosen again
-sums in pieces   tensor-parallel sums overlap computation in stages that this makes faster
+interleaving     each device runs several stages, and owners are chosen again
+sums in pieces   tensor-parallel sums overlap computation where this is faster
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hydragraph.spec.stage_kind import BUDGETS
 from hydragraph.spec.strategy import Strategy
 
 BUDGETED = 2
-# Maximum number of groups of stages; each group gets one budget.
+# Maximum groups of stages; each gets one budget.
 GROUPS = 4
-# Number of plans to interleave, and the assumed minimum ratio of the times with and without interleaving.
+# Plans to interleave, and the assumed least ratio of times with and without interleaving.
 INTERLEAVED = 2
 INTERLEAVED_LEAST = 0.93
-# Numbers of stages per device, tried in turn while the time decreases.
+# Stages per device, tried in turn while the time decreases.
 VISITS = (2, 4)
-# Minimum ratio of the times without and with full recomputation, which repeats the forward.
+# Least ratio of times without and with full recomputation, which repeats the forward.
 LEAST = 3 / 4
 
 
@@ -44,7 +44,7 @@ def refined(
     until: float | None = None,
     in_pieces: bool = True,
 ) -> list[PricedPlan]:
-    """Return refined plans that fit and are faster than the original plans."""
+    """Return refined plans that fit and are faster than the originals."""
     if is_late(until):
         return []
     further_plans: list[PricedPlan] = []
@@ -73,7 +73,7 @@ def refined(
 
 
 def as_run(costs: Costs, plan: PricedPlan) -> PricedPlan:
-    """Return the plan with a run's micro-batches and no idle pipelines, or unchanged if the result does not fit."""
+    """Return the plan with a run's micro-batches and no idle pipelines, or unchanged if this does not fit."""
     try:
         assignment, _ = cut(costs.changed(home=plan.home), plan.strategy, plan.assignments[0].lengths)
     except Unsupported:
@@ -142,7 +142,7 @@ def _computing_s(costs: Costs, plan: PricedPlan, strategy: Strategy) -> float:
 
 
 def interleaved(strategy: Strategy, visits: int) -> Strategy | None:
-    """Return the strategy with `visits` about equally large stages per device, or None if impossible."""
+    """Return the strategy with `visits` similar stages per device, or None if impossible."""
     if strategy.shares or strategy.interleaved:
         return None
     pipelines = tuple(Pipeline(tuple(_turns(pipeline.stages, visits))) for pipeline in strategy.pipelines)
@@ -166,7 +166,7 @@ def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
 
 def _with_owners(costs: Costs, plan: PricedPlan, strategy: Strategy, below: float) -> Iterator[PricedPlan]:
 
-    # This comes before the memory check, which takes longer
+    # Before the memory check, which takes longer
     @cache
     def tried(home: Home) -> PricedPlan:
         return simulated(costs, replace(plan, strategy=strategy, home=home))

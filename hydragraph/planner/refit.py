@@ -15,13 +15,10 @@ Fits = Callable[[Strategy], bool]
 
 
 def refit(known: Sequence[Strategy], ranks: int, layers: int, fits: Fits) -> tuple[Strategy, ...]:
-    """Return the known strategies that fit or, if none fits, a strategy like the first one for `ranks` ranks.
+    """Return the known strategies that fit or, if none does, one like the first for `ranks` ranks.
 
-    A pipeline gets at least as many devices as the smallest pipeline of the first strategy, if there are enough. The
-    tensor-parallel degree is kept if possible.
-
-    Raises:
-        Unsupported: no strategy fits.
+    If possible, its pipelines have at least as many devices as the first strategy's smallest pipeline, and keep the
+    tensor-parallel degree.
     """
     if kept := tuple(strategy for strategy in known if fits(strategy)):
         return kept

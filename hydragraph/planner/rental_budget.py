@@ -19,15 +19,13 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
 ROUNDING = 1e-9
-# Maximum number of combinations of nodes to compare, and of incomplete combinations to examine.
+# Maximum combinations of nodes to compare, and incomplete ones to examine.
 MOST = 256
 EXAMINED = 5_000
 
 
 @dataclass(frozen=True)
 class RentalOffer:
-    """Nodes that a budget pays for, and the plan on these nodes."""
-
     costs: Costs
     prices: RentalPrices
     plan: Plan
@@ -51,13 +49,9 @@ class RentalOffer:
 def offers(
     costs: Costs, workload: Workload, prices: RentalPrices, budget: float, plan: Callable[[Costs], Plan]
 ) -> list[RentalOffer]:
-    """Return plans within a budget, the fastest first.
-
-    Args:
-        budget: dollars per hour.
+    """Return plans within a budget (dollars per hour), the fastest first.
 
     Raises:
-        ValueError: the budget is not a number, or pays for no node.
         Unsupported: no combination of nodes has a plan that fits.
     """
     rental_offers: list[RentalOffer] = []
@@ -118,7 +112,7 @@ def affordable(costs: Costs, workload: Workload, prices: RentalPrices, budget: f
 def _maximal(
     each: Sequence[float], most: Sequence[int], powers: Sequence[float], budget: float
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the maximal numbers of nodes of each kind, in descending order of power."""
+    """Yield the maximal numbers of nodes of each kind, the most powerful first."""
     limit = budget * (1 + ROUNDING)
     kinds = sorted(range(len(each)), key=lambda kind: each[kind] / powers[kind] if powers[kind] else math.inf)
 
@@ -141,7 +135,7 @@ def _maximal(
     examined = 0
     while heap and (examined < EXAMINED or not found):
         examined += 1
-        # If there is no result yet, complete the combination with the most nodes.
+        # Without a result, complete the combination with most nodes.
         if examined > EXAMINED:
             heap = [max(heap, key=lambda each: (len(each[1]), each[1]))]
         _, counts = heappop(heap)

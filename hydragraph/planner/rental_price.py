@@ -17,22 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RentalPrices:
-    """Prices of renting devices.
-
-    Attributes:
-        per_hour: dollars per device and hour, by type.
-    """
+    """Prices of renting devices, in dollars per device and hour, by type."""
 
     cluster: Cluster
     per_hour: Mapping[str, float]
 
     @classmethod
     def parse(cls, texts: Sequence[str], cluster: Cluster) -> RentalPrices:
-        """Read texts such as "h100-sxm=2.5", or "2.5" for all other types.
-
-        Raises:
-            ValueError: a text is not a price or names an unknown type, or a type has no price.
-        """
+        """Read texts such as "h100-sxm=2.5", or "2.5" for all other types."""
         named: dict[str, float] = {}
         for text in texts:
             name, _, number = text.rpartition("=")
@@ -53,7 +45,7 @@ class RentalPrices:
         return cls(cluster, per_hour)
 
     def check_budget(self, budget: float, lost: Collection[int] = ()) -> None:
-        """Raise a ValueError if `budget` dollars per hour do not pay for one node without its `lost` ranks."""
+        """Raise a ValueError if `budget` dollars per hour do not pay for a node without its `lost` ranks."""
         if not 0 <= budget < math.inf:
             raise ValueError(f"--budget {budget:g}: give dollars per hour, such as 20")
         node_prices = [self.hour(ranks) for ranks in self.nodes(lost).values()]
@@ -68,11 +60,9 @@ class RentalPrices:
         return {number: ranks for number, ranks in running.items() if ranks}
 
     def hour(self, ranks: Iterable[int]) -> float:
-        """Return the dollars per hour of ranks."""
         return math.fsum(self.per_hour[self.cluster.type_of(rank)] for rank in set(ranks))
 
     def sentences(self, costs: Costs, plan: Plan, workload: Workload) -> list[str]:
-        """Return the price of a plan and of a cheaper rival, if any."""
         from hydragraph.planner.state_shares import needed_ranks
 
         ranks = needed_ranks(costs, plan.strategy, plan.home)

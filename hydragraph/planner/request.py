@@ -36,7 +36,6 @@ def check_question(method: str, deadline_s: float | None = None, solver: str | N
 
 
 def check_nodes(cluster: Cluster, health: Health) -> None:
-    """Reject clusters without running devices, and nodes with devices of different types."""
     if all(math.isinf(health.rate(rank)) for rank in range(len(cluster.devices))):
         raise Unsupported("all devices are lost", where="plan", remedy="give at least one rank a finite health rate")
     for node, ranks in cluster.ranks_by_node.items():
@@ -54,7 +53,7 @@ class PlanRequest:
 
     Attributes:
         charges: each candidate's iteration time minus its slowest pipeline's time.
-        guessed: whether costs are assumed instead of measured. Assumed MaxLens are raised for longer sequences.
+        guessed: whether costs are assumed, not measured; assumed MaxLens are raised for longer sequences.
     """
 
     candidates: tuple[tuple[PipelineCost, ...], ...]

@@ -1,7 +1,7 @@
 """Choice, by rank or by block, of a home (owners of the state) that fits and balances the ranks' times.
 
 Rank r needs s_r k_r seconds for its fraction s_r of the state. The fractions are s_r = min(room_r, T / k_r), with the
-least time T for which they add up to 1.
+least T for which they add up to 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hydragraph.spec.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-# Shares are rounded to 1/32 of the largest share, or to 1/1024 if room is tight.
+# Shares are rounded to 1/32 of the largest, or to 1/1024 if room is tight.
 STEPS = (32, 1024)
 CORRECTED = 8
 PRECISION = 1e-15
@@ -29,11 +29,8 @@ EXACT = 1e-9
 
 
 def filled(seconds: Floats, room: Floats) -> Floats | None:
-    """Return the ranks' fractions, which fit in `room`, add up to 1, and minimize the maximum of `seconds * fraction`.
-
-    Args:
-        seconds: seconds k of each rank for the whole state, above 0.
-        room: fraction of the state that each rank can store.
+    """Return the ranks' fractions, which fit in `room`, add up to 1 and minimize the largest `seconds * fraction`
+    (seconds above 0).
     """
     if room.sum() < 1:
         return None
@@ -45,7 +42,7 @@ def filled(seconds: Floats, room: Floats) -> Floats | None:
 def filled_apart(seconds: Floats, room: Floats, nodes: Sequence[int]) -> Floats | None:
     """Return fractions as in `filled` for two copies, so that no node owns more than one copy.
 
-    If a node would own more, it owns one whole copy, and the other nodes share the second copy.
+    If a node would own more, it owns one whole copy, and the other nodes share the second.
     """
     parts = filled(seconds, room)
     if parts is None:
@@ -55,8 +52,7 @@ def filled_apart(seconds: Floats, room: Floats, nodes: Sequence[int]) -> Floats 
         return parts
     largest = np.array(nodes) == np.unique(nodes)[of_node.argmax()]
     for some in (largest, ~largest):
-        # Each half of the nodes owns one copy, which is half of all state: 2 * room is its room in
-        # copies.
+        # Each half of the nodes owns a copy, half of all state: 2 * room is its room in copies.
         half = filled(seconds[some], 2 * room[some])
         if half is None:
             return None
@@ -78,8 +74,7 @@ def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
         rate = costs.health.rate(rank)
         node = costs.cluster.node(costs.cluster.node_of(rank))
         link = node.outer.bytes_per_s * min(1.0, node.cards / node.devices)
-        # An owner sends its weights to every pipeline and receives gradients from each, at the same
-        # time in both directions.
+        # An owner sends weights to every pipeline and receives gradients from each, simultaneously.
         moved = replicas * elements * max(costs.sizes.itemsize, costs.push_itemsize) / link if several else 0.0
         update = costs.piece_profile(rank).update
         updating = update[1] * elements if update is not None else 0.0
@@ -89,10 +84,8 @@ def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
 
 
 def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home) -> Home | None:
-    """Return a home with a share for each rank, or None if there is too little room.
-
-    Args:
-        given: home whose copies and nodes are kept.
+    """Return a home with a share for each rank, and the copies and nodes of `given`, or None if there is too little
+    room.
     """
     seconds = seconds_of_shares(costs, strategy)
     able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
@@ -101,13 +94,13 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
     idle = np.ones(costs.ranks, dtype=np.bool_)
     idle[list(strategy.devices)] = False
     nodes = home_nodes(costs, given)
-    # Idle ranks own state only if other ranks lack room, or if copies need another node.
+    # Idle ranks own state only if others have too little room, or if copies need another node.
     for free in (np.where(idle, 0.0, able), able):
         parts = filled(seconds, free) if given.copies == 1 else filled_apart(seconds, free, nodes)
         if parts is None:
             continue
         if given.copies > 1 and _of_node(parts, nodes).max() > 0.5 - EXACT:
-            # With coarser rounding, the node would no longer have exactly half.
+            # Coarser rounding would not keep the node's exact half.
             shares = np.round(parts / parts.max(), PLACES)
         else:
             shares = _rounded(parts, free)
@@ -120,11 +113,11 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
 def _rounded(parts: Floats, room: Floats) -> Floats:
     relative = parts / parts.max()
     for steps in STEPS:
-        # Nearly full ranks are rounded down, the others to the nearest step.
+        # Round nearly full ranks down, others to the nearest step.
         rounded = np.where(parts >= 0.98 * room, np.floor(relative * steps), np.round(relative * steps))
         for _ in range(CORRECTED):
             shares = rounded / steps
-            # Rounding other ranks down may have increased a rank's fraction above its room.
+            # Rounding others down may raise a rank's fraction above its room.
             full = shares > room * shares.sum()
             if not full.any():
                 return np.asarray(shares)
@@ -133,7 +126,7 @@ def _rounded(parts: Floats, room: Floats) -> Floats:
 
 
 def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
-    """Return the fraction of the state that does not fit if each node owns at most one of two copies."""
+    """Return the fraction of the state that does not fit, if nodes own at most one of two copies."""
     able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
     able[list(costs.health.lost)] = 0.0
     most = 1.0 if given.copies == 1 else 0.5
@@ -141,13 +134,13 @@ def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
 
 
 def home_nodes(costs: Costs, given: Home) -> Sequence[int]:
-    """Return each rank's node or, if there is only one node, the rank itself."""
+    """Return each rank's node or, if there is only one, the rank itself."""
     nodes = given.nodes or [device.node for device in costs.cluster.devices]
     return range(costs.ranks) if len(set(nodes)) == 1 else nodes
 
 
 def fractions(costs: Costs, home: Home) -> list[float]:
-    """Return each rank's fraction of the state; the fractions add up to the number of copies."""
+    """Return each rank's fraction of the state; the sum is the number of copies."""
     ranks = range(costs.ranks)
     if home.buckets or home.rule is not None:
         owned = costs.changed(home=home)
@@ -157,7 +150,6 @@ def fractions(costs: Costs, home: Home) -> list[float]:
 
 
 def needed_ranks(costs: Costs, strategy: Strategy, home: Home) -> list[int]:
-    """Return the ranks that compute or own state."""
     owners = (rank for rank, part in enumerate(fractions(costs, home)) if part)
     return sorted({*strategy.devices, *owners})
 
@@ -179,10 +171,11 @@ def fraction_of(home: Home, rank: int, ranks: int) -> float:
 
 
 def home_by_block(costs: Costs, strategy: Strategy, given: Home, room: Sequence[float] | None = None) -> Home:
-    """Return a home chosen by block (`cost.home_choice`).
+    """Return a home chosen by block (`cost.home_choice`), with the copies and nodes of `given`.
+
+    If there are fewer nodes than copies, return `given.without_rule`.
 
     Args:
-        given: home whose copies and nodes are kept; with fewer nodes than copies, `given.without_rule` is returned.
         room: maximum elements per rank; None: no limit, and ranks own the blocks that they use.
     """
     nodes = home_nodes(costs, given)

@@ -1,10 +1,10 @@
 """Data parallelism with streamed stages: ranks store few weights and gradients besides their shares of the state.
 
-With `stream: true`, a rank stores two blocks and pulls each block twice per micro-batch. With `stream: gradients`, a
-rank stores all weights and pushes gradients once per micro-batch.
+With `stream: true`, a rank stores two blocks and pulls each block twice per micro-batch. With `stream: gradients`, it
+stores all weights and pushes gradients once per micro-batch.
 
-An iteration takes at least as long as the slowest rank's traffic, and at least 1 / (sum_p 1 / W_p), where W_p is
-pipeline p's time if it computes the mini-batch alone. Strategies with the lowest bounds are simulated.
+An iteration takes at least the slowest rank's traffic, and at least 1 / (sum_p 1 / W_p), where W_p is pipeline p's time
+for the whole mini-batch. Strategies with the lowest bounds are simulated.
 """
 
 from __future__ import annotations
@@ -70,11 +70,9 @@ def simulate_best(
     below_s: float,
     until: float | None,
 ) -> Iterator[PricedPlan | Shortage]:
-    """Price strategies, the lowest expected time first, until `SIMULATED` of them fit.
+    """Price strategies, the lowest expected time first, until `SIMULATED` fit.
 
-    Args:
-        price: prices a strategy; None if it does not fit.
-        below_s, until: as in `streamed`.
+    `price` returns None for a strategy that does not fit; `below_s` and `until` are as in `streamed`.
     """
     able = 0
     for strategy in sorted(expected, key=expected.__getitem__):

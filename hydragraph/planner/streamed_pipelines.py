@@ -75,7 +75,7 @@ def _expected_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
 def _strategies(costs: Costs, streams: Sequence[bool | str]) -> Iterator[Strategy]:
     for kind, groups in groups_by_kind(costs):
         depths = range(2, min(len(groups), costs.outline.layers) + 1)
-        # Groups stay idle only if no number of stages can use all groups.
+        # Groups stay idle only if no number of stages can use all.
         for depth in [depth for depth in depths if len(groups) % depth == 0] or depths:
             count = len(groups) // depth
             rows = [groups[first : depth * count : count] for first in range(count)]

@@ -1,15 +1,15 @@
 """Lower bound on an iteration's time from the traffic of network cards, for any owners of the state.
 
 Each tensor-parallel group must be in one node. For one block, let stages on node n pull w_n bytes of weights and push
-g_n bytes of gradients, summed over pipelines. W and G are the sums over nodes. Let n own a fraction f_n of the block's
-state. Then
+g_n bytes of gradients, summed over pipelines; W and G are the sums over nodes. If n owns a fraction f_n of the block's
+state,
 
     n receives    (1 - f_n) w_n + f_n (G - g_n)
     n sends       (1 - f_n) g_n + f_n (W - w_n)
 
-A node's cards limit the bytes that the node receives or sends for all blocks. All cards together limit the total. The
-bound uses each block's fractions with the least traffic: f_n = 0 or 1 for one node's limit. For the total, the node
-that uses most of a block owns it.
+A node's cards limit what the node receives or sends for all blocks, and all cards together limit the total. Each limit
+uses the fractions of least traffic: f_n = 0 or 1 for one node, and for the total, the node that uses most of a block
+owns it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 
 def bytes_by_block(costs: Costs) -> tuple[Floats, Floats]:
-    """Return the bytes of every block's weights and gradients, with shared parameters in their first block."""
+    """Return every block's weight and gradient bytes; shared parameters are in their first block."""
     first = {name: min(costs.outline.index[block] for block in users) for name, users in costs.outline.buckets}
     weights = np.zeros(len(costs.outline.blocks))
     gradients = np.zeros(len(costs.outline.blocks))
@@ -55,13 +55,13 @@ class CardBound:
         nodes = len(self._speed)
         if nodes == 1:
             return 0.0
-        # uses[n, b]: number of whole copies of block b that node n's ranks use.
+        # uses[n, b]: whole copies of block b that node n's ranks use.
         uses = np.zeros((nodes, len(self._weights)))
         for pipeline in strategy.pipelines:
             for stage, (begin, end) in zip(pipeline.stages, self._spans(pipeline), strict=True):
                 for rank in stage.devices:
                     uses[self._node[rank], begin:end] += 1 / stage.tp
-        # If every rank uses a whole block, a collective may send it to each node only once.
+        # If every rank uses a whole block, a collective may send it to each node once.
         everywhere = uses.sum(0) == len(self._node)
         uses[:, everywhere] = np.minimum(uses[:, everywhere], 1.0)
         w, g = uses * self._weights, uses * self._gradients
@@ -69,13 +69,12 @@ class CardBound:
         if self._copies > 1:
             far = w.sum(0) - np.sort(w, 0)[-self._copies :].sum(0) + g.sum(0) - g.max(0)
             return float(far.sum() / self._speed.sum())
-        # Wherever a block's owners are, a node that does not own it receives its weights, and one
-        # that owns it receives the other nodes' gradients. The smaller of both is a lower bound;
-        # likewise for sent bytes.
+        # A node receives a block's weights if it does not own the block, else other nodes'
+        # gradients. The smaller is a lower bound; likewise for sent bytes.
         received = np.minimum(w, g.sum(0) - g).sum(1)
         sent = np.minimum(g, w.sum(0) - w).sum(1)
-        # At best, each block is owned by the node that uses it most; all other nodes' weights and
-        # gradients cross a card.
+        # At best, the node that uses a block most owns it; others' weights and gradients cross a
+        # card.
         together = (w.sum(0) + g.sum(0) - (w + g).max(0)).sum()
         return float(max((np.maximum(received, sent) / self._speed).max(), together / self._speed.sum()))
 

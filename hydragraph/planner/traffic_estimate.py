@@ -1,10 +1,10 @@
 """Estimate of the iteration time, including pull and push.
 
-Exchanges run one after another: pulls in the order of blocks, pushes in reverse order. If the slowest rank takes p_b
-seconds to pull bucket b, and q_b to push it,
+Exchanges run one after another: pulls in the order of blocks, pushes in reverse. If the slowest rank takes p_b seconds
+to pull bucket b, and q_b to push it,
 
-    a bucket arrives at       P_b = p_0 + ... + p_b, before any pipeline's first forward that uses it
-    its gradient is complete  at C_b, when every pipeline's last backward of the blocks that use it ends
+    a bucket arrives at       P_b = p_0 + ... + p_b, before any forward that uses it
+    its gradient is complete  at C_b, after every pipeline's last backward that uses it
     its gradient arrives at   Q_b = max(Q_(b + 1), C_b) + q_b
     and at second owners at   H_b = max(H_(b + 1), Q_b) + h_b, with h_b the time of this transfer
 
@@ -32,11 +32,7 @@ from hydragraph.spec.strategy import Strategy
 
 
 class Iterations:
-    """Approximate seconds of iterations under a strategy without shared stages.
-
-    Args:
-        costs: costs with the plan's home.
-    """
+    """Approximate iteration times of a strategy without shared stages, under the home of `costs`."""
 
     def __init__(self, costs: Costs, strategy: Strategy) -> None:
         self._costs = costs
@@ -112,7 +108,7 @@ class _Blocks:
         ]
 
     def completed(self, batches: Sequence[Sequence[int]], schedule: str, there: dict[str, float]) -> list[float]:
-        """Return when each block's last backward ends, if each bucket's weights arrive at the time in `there`."""
+        """Return when each block's last backward ends if weights arrive at the times in `there`."""
         stages = [stage.under(schedule) for stage in self._stages]
         rows = stage_rows(stages, batches)
         now = 0.0

@@ -14,17 +14,12 @@ from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 Strategy = tuple[Scheme, ...]
 
-# Maximum of the number of sequences times the number of devices. If a set is larger, only its first mini-batches are
-# used.
+# Maximum sequences times devices; only the first mini-batches of larger sets are used.
 WORK = 3_000_000
 
 
 class TuningSet:
-    """Cached times of strategies for mini-batches.
-
-    Attributes:
-        priced: computation seconds of each mini-batch [B], by strategy.
-    """
+    """Cached times of strategies; `priced` has each strategy's computation seconds for each mini-batch [B]."""
 
     def __init__(self, profile: Schemes, batches: Sequence[Sequence[int]], devices: int) -> None:
         work = np.cumsum([len(lengths) * devices for lengths in batches])
@@ -41,7 +36,7 @@ class TuningSet:
         return max(kinds[column[s]].max_len for s in strategy)
 
     def seconds(self, strategy: Strategy) -> Floats:
-        """Return a strategy's time for each mini-batch [B], infinite if it does not fit."""
+        """Return each mini-batch's time [B], infinite if it does not fit."""
         return self.computing(strategy) + self._profile.charge_in_search(strategy)
 
     def computing(self, strategy: Strategy) -> Floats:

@@ -1,4 +1,4 @@
-"""Work without garbage collection, which would take a fifth of the time of `hydragraph plan` and free little memory."""
+"""Work without garbage collection, which takes a fifth of the time of `hydragraph plan` and frees little memory."""
 
 from __future__ import annotations
 

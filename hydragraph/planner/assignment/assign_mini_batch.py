@@ -78,10 +78,8 @@ def assign_pipelines(
 
 @dataclass(frozen=True, eq=False)
 class BoundedMiniBatch:
-    """A mini-batch, and lower bounds on the time of any assignment.
-
-    Attributes:
-        first: each sequence's pipeline in the longest-first assignment [n].
+    """A mini-batch, each sequence's pipeline in its longest-first assignment (`first` [n]), and lower bounds on the
+    time of any assignment.
     """
 
     problem: AssignmentProblem
@@ -133,8 +131,6 @@ def assign_bounded(
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchCut:
-    """Sequences divided into micro-batches, as arrays; see `schedule_search`."""
-
     placed: Ints
     batch: Ints
     order: Ints
@@ -152,10 +148,10 @@ def enveloped(start: BoundedMiniBatch, seed: int = 0) -> MicroBatchCut:
     placed = search(problem, relaxed, [rounded(problem, relaxed), start.first.copy()], SPREADING, seed)
     last, estimates = formed(start, placed)
     best = last
-    # Packing shows how far each pipeline's formula was off: `last.ends - ends(...)` is this error
-    # per pipeline. The next round assigns sequences again, with the errors added to the formula.
+    # `last.ends - ends(...)`: error of each pipeline's formula, revealed by packing. The next round
+    # adds it to the formula.
     for round_ in range(1, ROUNDS):
-        # Within `enough` of a lower bound, no further round can gain more.
+        # Within `enough` of a lower bound, further rounds cannot gain more.
         close = (max(estimates), relaxed.seconds), (best.seconds, start.seconds)
         if any(reached <= bound * (1 + SPREADING.enough) for reached, bound in close):
             break
@@ -166,7 +162,7 @@ def enveloped(start: BoundedMiniBatch, seed: int = 0) -> MicroBatchCut:
 
 
 def formed(start: BoundedMiniBatch, placed: Ints) -> tuple[MicroBatchCut, Floats]:
-    """Divide pipelines' sequences into micro-batches; also return each pipeline's time by Hydraulis's Appendix D.1."""
+    """Divide each pipeline's sequences into micro-batches; also return each pipeline's time by Appendix D.1."""
     problem = start.problem
     n = len(problem.lengths)
     pipelines = len(problem.pipelines)
@@ -184,25 +180,25 @@ def formed(start: BoundedMiniBatch, placed: Ints) -> tuple[MicroBatchCut, Floats
         )
         batch[mine] = first + position
         first += int(count[p])
-    # Twice the largest count leaves room for new micro-batches in `schedule_search`.
+    # Twice the largest count: room for new micro-batches in `schedule_search`.
     order = np.zeros((pipelines, min(n, 2 * int(count.max()) + 8)), np.int64)
     order[np.arange(order.shape[1]) < count[:, None]] = np.arange(first)
     return _cut(start, placed.copy(), batch, order, count), estimates
 
 
 def improved(start: BoundedMiniBatch, cut: MicroBatchCut, effort: SearchEffort, seed: int) -> MicroBatchCut:
-    """Improve an assignment by simulating the actual schedule. The result is never slower."""
+    """Improve an assignment by simulating the schedule; the result is never slower."""
     arrays = (cut.placed.copy(), cut.batch.copy(), cut.order.copy(), cut.count.copy())
     enough = start.seconds * (1 + effort.enough)
     improve(*arrays, start.given, effort.kicks_for(len(cut.count), len(cut.placed)), TASKS, enough, seed)
-    # The search approximates the cost tables, so the exact tables decide which assignment is better.
+    # The search approximates the cost tables, so the exact ones decide.
     return min(cut, _cut(start, *arrays), key=lambda each: each.seconds)
 
 
 def _cut(start: BoundedMiniBatch, placed: Ints, batch: Ints, order: Ints, count: Ints) -> MicroBatchCut:
     cut = MicroBatchCut(placed, batch, order, count, np.asarray(ends_of(placed, batch, order, count, start.given)))
     faithful = start.given.terms.faithful[start.problem.kind_of]
-    # The arrays approximate links with measured points, so these pipelines are priced again, exactly.
+    # The arrays approximate links with measured points, so price exactly.
     if not faithful.all():
         sizes = _micro_batches(cut, start.problem.lengths.astype(np.int64))
         for p in np.flatnonzero(~faithful):
@@ -221,17 +217,17 @@ def _micro_batches(cut: MicroBatchCut, what: Ints) -> tuple[tuple[tuple[int, ...
 
 
 def _least_cost(problem: AssignmentProblem) -> Floats:
-    # In a single stage, every MaxLen tokens cost at least a micro-batch's fixed cost c.
+    # In a single stage, every MaxLen tokens cost at least a micro-batch's c.
     overhead = np.array([k.c / k.max_len if k.stages == 1 and k.max_len else 0.0 for k in problem.kinds])
     return np.asarray(problem.cost + problem.lengths[:, None] * overhead)
 
 
 def formed_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
-    """Return a function that maps a time z to the most work that each kind of pipeline finishes by z, for any V >= 1.
+    """Return a function that maps a time z to the most work that each kind of pipeline finishes by z.
 
-    Work `sum` in V micro-batches of fixed cost c satisfies sum + c V + (PP - 1) (sum / V + c) <= z. The best V is
-    sqrt((PP - 1) sum / c), which gives sqrt(sum) = sqrt(z) - sqrt((PP - 1) c). If this V is below 1, V = 1 gives sum =
-    z / PP - c.
+    Work `sum` in V >= 1 micro-batches of fixed cost c satisfies sum + c V + (PP - 1) (sum / V + c) <= z. The best V is
+    sqrt((PP - 1) sum / c), so sqrt(sum) = sqrt(z) - sqrt((PP - 1) c). If this V is below 1, V = 1 gives sum = z / PP -
+    c.
     """
     depth = np.array([k.stages - 1.0 for k in problem.kinds])
     c = np.array([k.c for k in problem.kinds])

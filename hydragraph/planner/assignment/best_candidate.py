@@ -1,6 +1,6 @@
 """Choice of the strategy whose assignment of a mini-batch finishes first (Hydraulis, section 6).
 
-Candidates are tried in ascending order of their lower bounds, and skipped if the bound exceeds the best time so far.
+Candidates are tried in ascending order of their lower bounds, until a bound exceeds the best time so far.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def compare(
     all_of_them: bool = False,
     seed: int = 0,
 ) -> Choice:
-    """Choose a candidate, and report the times and bounds of all candidates.
+    """Choose a candidate, and report all candidates' times and bounds.
 
     Args:
         all_of_them: also evaluate candidates whose bound exceeds the best time so far.

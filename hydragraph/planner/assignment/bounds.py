@@ -4,16 +4,16 @@ Minimize theta subject to sum_i cost[i, t] x[i, t] <= theta capacity[t](z). If s
 min_t lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) for any prices lambda >= 0. The linear program only has to
 find good prices, so it groups similar lengths.
 
-    n  sequences, sorted by length, descending;  K kinds;  t a kind
+    n  sequences by length, descending;  K kinds;  t a kind
     z            a deadline for all pipelines
-    cost[i, t]   [n, K]  minimum seconds of sequence i on a pipeline of kind t; infinite if it does not fit
-    capacity(z)  [K]     seconds of work that all pipelines of a kind finish by z
+    cost[i, t]   [n, K]  least seconds of sequence i on a pipeline of kind t; infinite if it does not fit
+    capacity(z)  [K]     seconds of work that a kind's pipelines finish by z
     x, `shares`  [n, K]  fraction of each sequence on each kind; rows add up to 1
     lambda       [K]     `prices`: dual variables of the capacities
 
-If the schedule does not split backwards (`HOLDS_FOR`), `schedule_bound` adds bounds from the schedule. If every
-sequence of a pipeline takes at least f seconds to reach a stage in the forward, and b seconds to return from it in the
-backward, the pipeline takes at least f + b plus the stage's computing time. Bounds for the p longest sequences:
+If the schedule does not split backwards (`HOLDS_FOR`), `schedule_bound` adds bounds. A pipeline takes at least a
+stage's computing time plus the least time in which a sequence reaches the stage (f, forward) and returns from it (b,
+backward). For the p longest sequences:
 
     divided     the relaxation, with z - f - b seconds on each pipeline
     pigeonhole  each pipeline finishes a whole number of sequences by z; these numbers must add up to at least p
@@ -42,7 +42,7 @@ from hydragraph.planner.bisection import above, bisect
 Floats = NDArray[np.float64]
 
 HOLDS_FOR = WHOLE_BACKWARD
-# Maximum number of groups of lengths in a linear program, and maximum number of programs.
+# Maximum groups of lengths per linear program, and maximum programs.
 GROUPS = 200
 ROUNDS = 3
 FORBIDDING = 1e6
@@ -50,11 +50,7 @@ FORBIDDING = 1e6
 
 @dataclass(frozen=True)
 class Relaxation:
-    """Solution of the linear relaxation.
-
-    Attributes:
-        seconds: lower bound on the time of any assignment.
-    """
+    """Solution of the linear relaxation; `seconds` is a lower bound on any assignment's time."""
 
     seconds: float
     shares: Floats
@@ -62,23 +58,17 @@ class Relaxation:
 
 
 def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Relaxation:
-    """Solve the linear relaxation.
-
-    Args:
-        capacity: nondecreasing function of the deadline z.
-        start: end time of a known assignment.
-    """
+    """Solve the linear relaxation for a nondecreasing `capacity` and the end time `start` of a known assignment."""
     if not len(cost):
         return Relaxation(0.0, cost, np.ones(cost.shape[1]))
-    # One group per distinct part of the sorted sequences; its total cost stands for all of its
-    # sequences.
+    # A group's total cost stands for its (consecutive) sequences.
     starts = _groups(cost)
     z = start
     shares = np.zeros_like(cost)
     prices = np.ones(cost.shape[1])
     for _ in range(ROUNDS):
-        # Capacity depends on the deadline, so prices for a tighter z may give a better bound. The
-        # bound of every round holds.
+        # Capacity depends on z, so prices for a tighter z may give a better bound. Every round's
+        # bound holds.
         room = capacity(z)
         if not room.any():
             break
@@ -96,8 +86,8 @@ def _groups(cost: Floats) -> NDArray[np.int64]:
         return np.arange(n)
     # Groups of long sequences are smaller.
     fits = np.isfinite(cost).sum(1)
-    # Groups also end where a kind of pipeline no longer fits, so that all members of a group have
-    # the same choices.
+    # Groups also end where a kind of pipeline no longer fits, so that members have the same
+    # choices.
     even = np.unique(np.round(np.geomspace(1, n, GROUPS)).astype(np.int64)) - 1
     return np.unique(np.concatenate([[0], even, np.flatnonzero(np.diff(fits)) + 1]))
 
@@ -109,12 +99,12 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
     sizes = np.diff(np.append(starts, n))
     bounded = np.where(np.isfinite(cost), cost, 0.0)
     total = np.add.reduceat(bounded, starts, axis=0)
-    # A group's first sequence is its longest, so it decides whether the group fits.
+    # A group's first sequence, its longest, decides whether it fits.
     total[~np.isfinite(cost[starts])] = np.inf
     group, kind = np.nonzero(np.isfinite(total) & (room > 0))
     count = len(group)
-    # Variables: x[group, kind] for each allowed pair, then theta. Rows of `work`: sum_i cost x -
-    # room theta <= 0.
+    # Variables: x[group, kind] of allowed pairs, then theta. Rows of `work`: sum_i cost x - room
+    # theta <= 0.
     rows = np.concatenate([kind, np.arange(kinds)])
     columns = np.concatenate([np.arange(count), np.full(kinds, count)])
     work = csr_matrix((np.concatenate([total[group, kind], -room]), (rows, columns)), shape=(kinds, count + 1))
@@ -130,7 +120,7 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
     shares = np.zeros((len(starts), kinds))
     shares[group, kind] = solution.x[:-1]
     prices = np.maximum(-solution.ineqlin.marginals, 0.0)
-    # A kind without capacity must not look free: its dual price would be 0.
+    # A kind without capacity must not look free (dual price 0).
     prices[room <= 0] = FORBIDDING * prices.max()
     return prices, np.repeat(shares, sizes, axis=0)
 
@@ -140,7 +130,7 @@ def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], st
     needed = float(priced.min(1).sum())
     if needed <= 0:
         return 0.0
-    # The prices bound even the known assignment's time, up to rounding.
+    # The prices even bound the known assignment's time, up to rounding.
     if float(prices @ capacity(start)) < needed:
         return start
     return bisect(lambda z: float(prices @ capacity(z)) >= needed, 0.0, start, 1e-9)[0]
@@ -148,12 +138,12 @@ def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], st
 
 @dataclass(frozen=True, eq=False)
 class MinimumTimes:
-    """Minimum time of each sequence on the likely bottleneck stage of each kind of pipeline.
+    """Minimum times of sequences on the likely bottleneck stage of each kind of pipeline.
 
     Attributes:
         work: seconds of each sequence [n, K], infinite if it does not fit.
         overhead: fixed seconds of a micro-batch [K].
-        prefixes: last index of each examined prefix of the sorted sequences [p], ascending.
+        prefixes: last index of each examined prefix of the sorted sequences [p].
         fill: seconds that each prefix's shortest sequence spends before the bottleneck, forward plus backward [p, K].
     """
 
@@ -169,11 +159,7 @@ class MinimumTimes:
 
 
 def least_of(problem: AssignmentProblem, terms: StageTerms) -> MinimumTimes:
-    """Return each sequence's minimum times; see `MinimumTimes`.
-
-    Args:
-        terms: lower bounds on each kind's cost terms (`stage_terms` with `lower`).
-    """
+    """Return minimum times for lower bounds on the cost terms (`stage_terms` with `lower`)."""
     n = len(problem.lengths)
     kinds = len(problem.kinds)
     pairs = [[pairs_of(*reach, length) for length in problem.lengths] for reach in terms.reaches]
@@ -185,8 +171,8 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> MinimumTimes:
     fill = np.empty((len(prefixes), kinds))
     for k in range(kinds):
         seconds = terms.seconds[k, : terms.stages[k]]
-        # Seconds to reach each stage and to return from it, for the shortest sequence of each
-        # prefix: [S, p].
+        # Seconds to reach each stage and return from it, for each prefix's shortest sequence: [S,
+        # p].
         ahead = (seconds[:, :, (FORWARD, BACKWARD)] @ powers[:, prefixes]).max(1).sum(1)
         hops = (seconds[:, :, (AHEAD, BACK)] @ powers[:, prefixes]).max(1).sum(1)
         passed = np.cumsum(ahead + hops, axis=0) - (ahead + hops)  # [S, p]
@@ -194,8 +180,7 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> MinimumTimes:
         both = seconds[:, :, FORWARD] + seconds[:, :, BACKWARD]
         sums = np.array([powers[0].sum(), powers[1].sum(), 1.0, *(row.sum() for row in powers[3:])])
         total = both @ sums / problem.counts.sum()
-        # Any stage gives a valid bound; the stage with most work and the longest way to it likely
-        # gives the largest.
+        # Any stage gives a valid bound; most work and the longest way likely give the largest.
         s, r = np.unravel_index(int(np.argmax(total + passed.mean(1)[:, None])), total.shape)
         work[:, k] = both[s, r, :2] @ powers[:2] + both[s, r, 3:] @ powers[3:]
         overhead[k] = both[s, r, 2]
@@ -204,11 +189,7 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> MinimumTimes:
 
 
 def schedule_bound(problem: AssignmentProblem, terms: StageTerms, prices: Floats) -> float:
-    """Return a lower bound on any assignment's end time, based on the schedule.
-
-    Args:
-        prices: any non-negative price for each kind [K].
-    """
+    """Return the schedule's lower bound on any assignment's end time, for any non-negative prices [K]."""
     if not len(problem.lengths) or not HOLDS_FOR.issuperset(kind.schedule for kind in problem.kinds):
         return 0.0
     least = least_of(problem, terms)
@@ -222,15 +203,15 @@ def _divided(problem: AssignmentProblem, least: MinimumTimes, prices: Floats) ->
     cost = least.divided(problem)
     finite = np.isfinite(cost)
     cheapest = np.where(finite, np.where(finite, cost, 0.0) * prices, np.inf).min(1)
-    # Sequences can be divided here: find the smallest z with sum_t price_t count_t max(0, z -
-    # fill_t) >= needed.
+    # With divided sequences, find the smallest z with sum_t price_t count_t max(0, z - fill_t) >=
+    # needed.
     needed = np.cumsum(cheapest)[least.prefixes]
-    # Capacity by time z: the sum over kinds of price * count * max(0, z - fill).
+    # Capacity by z: the sum over kinds of price * count * max(0, z - fill).
     order = np.argsort(least.fill, axis=1)
     weights = (prices * problem.counts)[order]
     fills = np.take_along_axis(least.fill, order, axis=1)
-    # At time z, only kinds with fill below z have capacity: the first k kinds in the order of fill.
-    # Solve for z with each k; the smallest solution is the right one.
+    # At z, only kinds with fill below z have capacity: the first k in order of fill. Solve for z
+    # with each k; the smallest solution is right.
     paid = np.cumsum(weights, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         z = (needed[:, None] + np.cumsum(weights * fills, axis=1)) / paid
@@ -241,8 +222,7 @@ def _pigeonhole(problem: AssignmentProblem, least: MinimumTimes, low: float) -> 
     lengths = problem.lengths[least.prefixes]
     prefix_sizes = least.prefixes + 1
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])
-    # All sequences of a prefix are at least as long as its last, so at most `together` share a
-    # micro-batch's overhead.
+    # A prefix's last sequence is its shortest, so at most `together` share an overhead.
     together = np.maximum(1.0, max_len // lengths[:, None])
     sequence_s = least.work[least.prefixes] + least.overhead / together
 

@@ -1,7 +1,7 @@
 """Assignment of equally long sequences to pipelines and micro-batches.
 
 A pipeline of S stages takes (m + S - 1) (A n / m + c) for n sequences in m micro-batches, with A seconds per sequence
-and c seconds per micro-batch. The best m = sqrt((S - 1) A n / c) gives A n + 2 sqrt((S - 1) A c n) + (S - 1) c.
+and c per micro-batch. The best m = sqrt((S - 1) A n / c) gives A n + 2 sqrt((S - 1) A c n) + (S - 1) c.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hydragraph.spec.assignment import Assignment
 PRECISION = 1e-9
 ROUNDING = 1e-6
 LEAST_S = 1e-12  # per sequence
-# Relative sizes that are tried for a pipeline's first micro-batches and, in reverse order, for its last.
+# Relative sizes to try for a pipeline's first micro-batches and, reversed, for its last.
 RAMPS = ((), (0.5,), (0.15,), (0.33, 0.67), (0.1, 0.5), (0.2, 0.4, 0.6, 0.8))
 
 
 def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> tuple[Assignment, float]:
-    """Assign equal sequences by exact end times; return the assignment and the last pipeline's end time."""
+    """Assign equal sequences by exact end times; also return the last pipeline's end time."""
     kinds = _kinds(pipelines, lengths)
     ends_by_pipeline = {p: _Ends(p, kind, lengths[0]) for p, kind in zip(pipelines, kinds, strict=True)}
     ends = [ends_by_pipeline[pipeline] for pipeline in pipelines]
@@ -72,13 +72,13 @@ def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_P
 
 def _counts(kinds: Sequence[_PipelineKind], sequences: int) -> list[int]:
     every = Counter(kinds)
-    # `by(s)` is the number of sequences that a kind finishes in s seconds. Find the time in which
-    # all kinds together finish all sequences.
+    # `by(s)`: number of sequences that a kind finishes in s seconds. Find the time in which all
+    # finish.
     high = 2 * max(kind.end(sequences) for kind in every if kind.most)  # margin for rounding
     low, _ = bisect(lambda s: sum(n * kind.by(s) for kind, n in every.items()) >= sequences, 0.0, high, PRECISION)
     counts = [kind.by(low) for kind in kinds]
-    # `low` is just below that time, so a few sequences remain. Each goes to the pipeline that then
-    # ends first.
+    # `low` is just below that time. The few remaining sequences go to the pipeline that then ends
+    # first.
     for _ in range(sequences - sum(counts)):
         least = min(range(len(kinds)), key=lambda p: kinds[p].end(counts[p] + 1))
         counts[least] += 1
@@ -104,8 +104,8 @@ class _Ends:
         count = self._kind.micro_batches(n)
         best: tuple[float, int, tuple[int, ...]] = (math.inf, count, ())
         for ramps in product(RAMPS, RAMPS) if self._kind.stages > 1 else (((), ()),):
-            # The formula's number of micro-batches is near the best. Move to the best of five
-            # numbers until none is better.
+            # The formula's number of micro-batches is nearly best. Move to the best of five numbers
+            # while this helps.
             looked: set[int] = set()
             while around := {m for m in range(count - 2, count + 3) if 0 < m <= n} - looked:
                 looked |= around
@@ -127,7 +127,7 @@ def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = 
     weights = np.ones(m)
     weights[: len(first)] = first[:m]
     weights[::-1][: len(last)] = np.minimum(weights[::-1][: len(last)], last[:m])
-    # Rounding the cumulative sums, not the sizes, keeps their total at n.
+    # Rounding cumulative sums, not sizes, keeps the total at n.
     ends = np.rint(n * np.cumsum(weights) / weights.sum()).astype(np.int64)
     return tuple(size for size in np.diff(ends, prepend=0).tolist() if size)
 
@@ -136,10 +136,7 @@ def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = 
 class _PipelineKind:
     """Cost of a pipeline's slowest stage.
 
-    Attributes:
-        each: seconds per sequence.
-        fixed: seconds per micro-batch.
-        most: sequences per micro-batch.
+    It takes `each` seconds per sequence, and `fixed` per micro-batch of at most `most` sequences.
     """
 
     stages: int
@@ -174,8 +171,7 @@ class _PipelineKind:
     def by(self, seconds: float) -> int:
         if not self.most:
             return 0
-        # Three cases of the module's formula, solved for n: full micro-batches, the best number of
-        # them, and a single one.
+        # The module's formula, solved for n: full micro-batches, their best number, a single one.
         full = self.most * (seconds / (self.each * self.most + self.fixed) - (self.stages - 1))
         filling = (self.stages - 1) * self.fixed
         n = 0.0

@@ -38,17 +38,17 @@ Bools = NDArray[np.bool_]
 
 # Columns of `terms`.
 BUBBLE = 0  # PP - 1 for a pipeline of PP stages
-# Seconds that are added to the end time
+# Seconds added to the end time
 FIXED = 1
-# The coefficients a, b and c of T(l) = a l^2 + b l + c
+# Coefficients a, b, c of T(l) = a l^2 + b l + c
 QUADRATIC = 2
 LINEAR = 3
 OVERHEAD = 4
 MAX_LEN = 5
-# Desired minimum number of tokens in a micro-batch
+# Desired minimum tokens in a micro-batch
 UTIL_LEN = 6
 MODE = 7
-# The following columns, for each of W reaches (`cost.reach`): window, chunk, seconds per pair
+# Next columns, for each of W reaches (`cost.reach`): window, chunk, seconds per pair
 COLUMNS = 8
 
 EQ3 = 0.0
@@ -56,16 +56,14 @@ FORMED = 1.0
 SINGLE = 2.0
 
 NEAR = 16
-# Minimum relative gain of a step; without a minimum, rounding could keep the search running.
+# Minimum relative gain of a step, so that rounding cannot keep the search running.
 LEAST_GAIN = 1e-12
-# Minimum relative gain for more than MANY sequences, for which steps are slower.
+# Minimum relative gain for more than MANY sequences (slower steps).
 MANY = 4096
 LEAST_OF_MANY = 1e-4
 
 
 class AssignmentArrays(NamedTuple):
-    """Sequences and pipelines as arrays."""
-
     cost: Floats
     lengths: Floats
     kind_of: Ints
@@ -73,7 +71,7 @@ class AssignmentArrays(NamedTuple):
 
 
 class SearchState(NamedTuple):
-    """Arguments of `finish` for each pipeline, and its end time [P].
+    """Each pipeline's arguments of `finish` and end time [P].
 
     Attributes:
         longest, second: indices of each pipeline's two longest sequences; n if there is none.
@@ -105,10 +103,10 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
         return load + terms[FIXED] + bubble * (alone + c)
     if terms[MODE] == SINGLE:
         return load if tokens <= terms[MAX_LEN] else np.inf
-    # Hydraulis, Appendix C: MaxLen gives the minimum number of micro-batches, UtilLen the maximum.
+    # Hydraulis, Appendix C: MaxLen gives the minimum of micro-batches, UtilLen the maximum.
     low = max(1.0, math.ceil(tokens / terms[MAX_LEN]))
     high = max(low, math.floor(tokens / terms[UTIL_LEN]))
-    # With one stage there is no bubble, so further micro-batches only add their fixed cost c.
+    # Without a bubble (one stage), further micro-batches only add c.
     if bubble == 0.0:
         best = low
     else:
@@ -118,7 +116,7 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
             # This V minimizes c V + (PP - 1) load / V
             best = min(best, math.sqrt(bubble * load / c))
         best = min(max(best, low), high)
-    # The function is convex in V, so the best integer is next to the best real number.
+    # Convex in V: the best integer is next to the best real number.
     below = min(max(math.floor(best), low), high)
     result = load + c * below + bubble * (max(load / below, alone) + c)
     if below < best:
@@ -140,14 +138,9 @@ def no_state(pipelines: int) -> SearchState:
 
 @compiled
 def recount(placed: Ints, instance: AssignmentArrays, extra: Floats, changed: Bools, state: SearchState) -> None:
-    """Recompute the state of the pipelines that changed.
-
-    Args:
-        extra: seconds to add to each end time [P].
-        changed: whether to recompute each pipeline [P]; set to False afterwards.
-    """
+    """Recompute the state of `changed` pipelines [P], add `extra` seconds [P] to their ends, and clear `changed`."""
     n = len(placed)
-    # Sums are recomputed, not updated, so that equal assignments have bitwise equal ends.
+    # Recomputed, not updated sums make ends of equal assignments bitwise equal.
     state.loads[changed] = 0.0
     state.tokens[changed] = 0.0
     state.longest[changed] = n
@@ -171,7 +164,6 @@ def recount(placed: Ints, instance: AssignmentArrays, extra: Floats, changed: Bo
 
 @compiled
 def ends_of(placed: Ints, instance: AssignmentArrays) -> Floats:
-    """Return each pipeline's end time [P], 0 for pipelines without work."""
     pipelines = len(instance.kind_of)
     state = no_state(pipelines)
     recount(placed, instance, np.zeros(pipelines), np.ones(pipelines, np.bool_), state)
@@ -201,8 +193,7 @@ def longest_first(instance: AssignmentArrays, start: Ints, fullest: bool) -> Int
     front = np.empty(kinds, np.int64)
     least = np.empty(kinds)
     for i in range(n):
-        # Equal pipelines have equal formulas. Comparing one of each kind makes a sequence cost
-        # O(K), not O(P), evaluations.
+        # Equal pipelines have equal formulas, so a sequence takes O(K), not O(P), evaluations.
         front[:] = -1
         least[:] = np.inf
         for p in range(pipelines):
@@ -211,7 +202,8 @@ def longest_first(instance: AssignmentArrays, start: Ints, fullest: bool) -> Int
                 continue
             if terms[t, MODE] == SINGLE and tokens[p] + lengths[i] > terms[t, MAX_LEN]:
                 continue
-            # The equal pipeline that ends first is best, unless its longest sequence determines its end.
+            # Of equal pipelines, the first to end is best, unless its longest sequence determines
+            # its end.
             key = -tokens[p] if fullest else ends[p]
             if key < least[t]:
                 least[t] = key
@@ -226,7 +218,7 @@ def longest_first(instance: AssignmentArrays, start: Ints, fullest: bool) -> Int
             if end < first_end:
                 first_end = end
                 chosen = p
-        # No pipeline accepts the sequence: its place remains -1.
+        # No pipeline accepts the sequence (-1).
         if chosen < 0:
             continue
         placed[i] = chosen
@@ -245,10 +237,7 @@ def quick_end(instance: AssignmentArrays) -> float:
 
 @compiled
 def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
-    """Return a lower bound on pipeline q's new end time, excluding added work.
-
-    In mode FORMED, the bound excludes the bubble, which more tokens may shorten.
-    """
+    """Return a lower bound on pipeline q's new end, without the added work and, in mode FORMED, without the bubble."""
     return extra[q] + state.loads[q] if terms[MODE] == FORMED else state.ends[q]
 
 
@@ -256,13 +245,10 @@ def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> floa
 def best_step(
     p: int, horizon: float, placed: Ints, instance: AssignmentArrays, extra: Floats, state: SearchState
 ) -> tuple[float, int, int, int]:
-    """Return the best step for pipeline p, which finishes last.
+    """Return the step that most reduces max(end of p, end of q), where pipeline p finishes last.
 
-    A step moves sequence i from p to a pipeline q, or swaps it for a shorter sequence k of q. The best step most
-    reduces max(end of p, end of q).
-
-    Args:
-        horizon: pipelines that end later are not tried as q.
+    A step moves sequence i from p to q, or swaps it for a shorter sequence k. Pipelines that end after `horizon` are
+    not tried as q.
 
     Returns:
         New max(end of p, end of q), i (-1: no step helps), k (-1: move), and q.
@@ -279,8 +265,7 @@ def best_step(
     best_i = -1
     best_k = -1
     best_q = -1
-    # Sequences of equal length are equal, so only the first of p's is tried, and only the first k
-    # of each q.
+    # Sequences of equal length are equal: try only the first of p's, and the first k of each q.
     tried = -1.0
     shorter = 0
     seen = np.empty(len(kind_of))
@@ -288,10 +273,10 @@ def best_step(
         if placed[i] != p or lengths[i] == tried:
             continue
         tried = lengths[i]
-        # `shorter` is the first index of a sequence that is shorter than i.
+        # shorter: first sequence shorter than i.
         while shorter < n and lengths[shorter] >= tried:
             shorter += 1
-        # `rest` is p's longest sequence without i.
+        # rest: p's longest sequence without i.
         rest = state.second[p] if i == state.longest[p] else state.longest[p]
         left = loads[p] - cost[i, own]
         longest = lengths[rest] if rest < n else 0.0
@@ -317,7 +302,7 @@ def best_step(
             seen[q] = lengths[k]
             t = kind_of[q]
             more = cost[i, t] - cost[k, t]
-            # The bound avoids most evaluations of `finish`, which dominate the search's time.
+            # The bound avoids most evaluations of `finish`, which dominate the time.
             if _least_end(q, instance.terms[t], extra, state) + more >= best or cost[k, own] == np.inf:
                 continue
             grown = loads[q] + cost[i, t] - cost[k, t]
@@ -357,8 +342,7 @@ def descend(placed: Ints, instance: AssignmentArrays, extra: Floats) -> float:
             changed[last] = True
             changed[q] = True
             near = True
-        # No step to the NEAR pipelines that end first helps. Try all pipelines before the search
-        # ends.
+        # No step to the first NEAR pipelines helps: try all.
         elif near and pipelines > NEAR:
             near = False
         else:
@@ -381,7 +365,7 @@ def kick(placed: Ints, instance: AssignmentArrays, extra: Floats, kicks: int, en
         if best <= enough:
             break
         trial[:] = placed
-        # Moves that make ends later are allowed here; `descend` then repairs most of them.
+        # Moves may make ends later; `descend` repairs most.
         for _ in range(4 + np.random.randint(5)):
             i = np.random.randint(n)
             p = np.random.randint(pipelines)
@@ -400,10 +384,7 @@ def kick(placed: Ints, instance: AssignmentArrays, extra: Floats, kicks: int, en
 
 @compiled
 def rounded(shares: Floats) -> NDArray[np.bool_]:
-    """Round `shares` to one kind per sequence (a mask [n, K]), carrying rounding errors to the next sequence.
-
-    Each sequence gets the kind that is furthest below its share so far.
-    """
+    """Round `shares` to a mask [n, K]: each sequence gets the kind furthest below its share so far."""
     n, kinds = shares.shape
     allowed = np.zeros((n, kinds), np.bool_)
     owed = np.zeros(kinds)

@@ -60,12 +60,11 @@ def price(objective: int, largest: float, total: float, count: float, terms: Flo
 def largest_at_least(work: Floats, count: int) -> float:
     """Return a lower bound on the work of the largest of `count` micro-batches.
 
-    For example, three of the 2 count + 1 largest sequences must share a micro-batch, which has at least the work of the
-    three smallest.
+    For example, three of the 2 count + 1 largest sequences must share a micro-batch.
     """
     n = len(work)
     bound = max(work[0], work.sum() / count)
-    # Of the (together - 1) * count + 1 largest sequences, `together` share a micro-batch.
+    # `together` of the (together - 1) * count + 1 largest sequences share a micro-batch.
     for together in range(2, 5):
         last = (together - 1) * count
         if last >= n:
@@ -109,11 +108,8 @@ def priced(placed: Ints, work: Floats, count: int, objective: int, terms: Floats
 def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: int) -> tuple[float, float, int, Ints]:
     """Return the best packing: seconds, lower bound, V, and each sequence's micro-batch.
 
-    V is between ceil(sum l / MaxLen) and floor(sum l / UtilLen) (Appendix C), or larger if no such V suffices.
-
-    Args:
-        terms: coefficients of the pipeline's kind; see `local_search`.
-        kicks: number of random moves (`local_search.kick`) for each of the best values of V.
+    V is between ceil(sum l / MaxLen) and floor(sum l / UtilLen) (Appendix C), or larger if none suffices. The best
+    values of V get `kicks` random moves each.
     """
     n = len(work)
     total = work.sum()
@@ -126,8 +122,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
     values = np.full(len(bounds), np.inf)
     best = np.inf
     open_bounds = bounds.copy()
-    # Values of V in the order of their lower bounds; the search ends where no bound is below the
-    # best result.
+    # Values of V in order of lower bounds, until no bound is below the best result.
     for _ in range(len(bounds)):
         at = np.argmin(open_bounds)
         if open_bounds[at] >= best * (1 - 1e-9):
@@ -143,7 +138,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
                 kept[k] = at
                 tried[k] = placed
                 break
-    # Random moves reduce the largest micro-batch, whose size is irrelevant for SUM with one stage.
+    # Random moves reduce the largest micro-batch, irrelevant for SUM with one stage.
     if objective == EQ1 or terms[BUBBLE] > 0:
         for k in range(KICKED):
             at = kept[k]
@@ -157,7 +152,8 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
         for k in range(KICKED):
             if kept[k] == at:
                 return values[at], min(bounds.min(), values[at]), low + at, tried[k]
-    # More micro-batches may be needed: three sequences of 3 tokens need V = 3 if MaxLen is 5, although 9 < 2 * 5.
+    # V may have to be larger: three sequences of 3 tokens need V = 3 if MaxLen is 5, although 9 < 2
+    # * 5.
     for count in range(high + 1, n + 1):
         placed = spread_evenly(work, lengths, count, max_len)
         if placed.min() >= 0:
@@ -170,7 +166,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
 def form_in_order(
     work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: int
 ) -> tuple[float, float, int, Ints]:
-    """Return the result of `form` without empty micro-batches, ordered so that the largest is in the middle."""
+    """Return the result of `form` without empty micro-batches, ordered with the largest in the middle."""
     best, bound, count, placed = form(work, lengths, terms, objective, kicks)
     if count == 0:
         return best, bound, 0, placed

@@ -15,7 +15,7 @@ from hydragraph.planner.quick_plan import too_long
 
 @dataclass(frozen=True, eq=False)
 class AssignmentProblem:
-    """Sequences, longest first, and kinds of pipelines, with the symbols of `local_search`.
+    """Sequences, longest first, and kinds of pipelines (symbols: `local_search`).
 
     Attributes:
         counts: number of pipelines of each kind [K].
@@ -53,9 +53,7 @@ class AssignmentProblem:
 def problem_of(pipelines: Sequence[PipelineCost], lengths: Sequence[int], formed: bool = False) -> AssignmentProblem:
     """Convert a mini-batch to arrays, skipping empty sequences.
 
-    Args:
-        formed: whether pipelines divide their work into micro-batches; if not, Eq. 2 of Hydraulis gives their end
-            times.
+    Unless `formed`, pipelines do not divide their work into micro-batches, and Hydraulis's Eq. 2 gives their end times.
     """
     if not pipelines:
         raise ValueError("no pipelines: give at least one scheme")

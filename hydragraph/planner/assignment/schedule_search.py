@@ -38,19 +38,15 @@ from hydragraph.planner.assignment.local_search import LEAST_GAIN, NEAR, Floats,
 
 Bools = NDArray[np.bool_]
 
-# Minimum relative gains of a step, which are tried in turn.
+# Minimum relative gains of a step, tried in turn.
 GAINS = (3e-3, LEAST_GAIN)
-# Maximum number of forwards and backwards that a search simulates.
+# Maximum forwards and backwards that a search simulates.
 TASKS = 500_000
 TRIAL = 20
 
 
 class Sequences(NamedTuple):
-    """Sequences to assign, and kinds of pipelines.
-
-    Attributes:
-        max_len: MaxLen of each kind [K].
-    """
+    """Sequences to assign, and kinds of pipelines with their MaxLen [K]."""
 
     lengths: Floats
     kind_of: Ints
@@ -62,13 +58,11 @@ class PartialAssignment(NamedTuple):
     """An assignment under construction.
 
     Attributes:
-        members: sequences per micro-batch [M].
-        squares: sum of l^2 per micro-batch [M].
-        tokens: sum of l per micro-batch [M].
-        near: query-key pairs in each attention window, per micro-batch [M + 2, W].
+        members, squares, tokens: number of sequences, and sums of l^2 and l, per micro-batch [M].
+        near: query-key pairs in each attention window [M + 2, W].
         rows: seconds [M + 2, S, 5]; as in `near`, the last two rows are for trials.
         busy: computing seconds [P, S].
-        spent: number of forwards and backwards simulated so far [1].
+        spent: number of simulated forwards and backwards [1].
         trial: two orders being tried [2, C + 1].
     """
 
@@ -130,8 +124,7 @@ def recount(plan: PartialAssignment, given: Sequences, changed: Bools) -> None:
             plan.squares[m] = 0.0
             plan.tokens[m] = 0.0
             plan.near[m] = 0.0
-    # Sums are rebuilt from zero: adding and subtracting single sequences would accumulate rounding
-    # errors.
+    # Sums are rebuilt: adding and subtracting single sequences would accumulate rounding errors.
     for i in range(len(plan.placed)):
         if changed[plan.placed[i]]:
             m = plan.batch[i]
@@ -157,23 +150,18 @@ def recount(plan: PartialAssignment, given: Sequences, changed: Bools) -> None:
 def end_with(p: int, order: Ints, count: int, plan: PartialAssignment, given: Sequences) -> float:
     t = given.kind_of[p]
     stages = given.terms.stages[t]
-    # A forward and a backward per stage and micro-batch; TRIAL stands for the fixed cost of a
-    # simulation.
+    # A forward and a backward per stage and micro-batch; TRIAL: a simulation's fixed cost.
     plan.spent[0] += 2 * stages * count + TRIAL
     return float(replay(table_at(given.terms, t), stages, plan.rows, order, count, plan.scratch))
 
 
 @compiled
 def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: PartialAssignment, given: Sequences) -> bool:
-    """Replace sequence `less` of micro-batch m by `more` in trial row `at`; return whether the result fits.
-
-    Args:
-        m: micro-batch of pipeline p; -1: an empty one.
-        less, more: sequences; -1: none.
+    """Replace sequence `less` (-1: none) of pipeline p's micro-batch m (-1: empty) by `more` (-1: none) in trial row
+    `at`; return whether the result fits.
     """
     t = given.kind_of[p]
-    # Rows n and n + 1 belong to no micro-batch, so that a trial does not overwrite the current
-    # assignment.
+    # Rows n and n + 1 are for trials, which thus do not overwrite the current assignment.
     near = plan.near[len(plan.placed) + at]
     near[:] = 0.0
     squares = 0.0
@@ -195,7 +183,7 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: PartialAs
 
 @compiled
 def without(i: int, p: int, plan: PartialAssignment, given: Sequences) -> int:
-    """Write pipeline p's order without sequence i to the first trial order; return that order's length."""
+    """Write pipeline p's order without sequence i to the first trial order; return its length."""
     order = plan.trial[0]
     m = plan.batch[i]
     count = 0
@@ -204,8 +192,7 @@ def without(i: int, p: int, plan: PartialAssignment, given: Sequences) -> int:
         if other != m:
             order[count] = other
             count += 1
-        # Trial row n describes m without sequence i. If i was alone in m, m disappears from the
-        # order.
+        # Trial row n is m without i. If i was alone, m leaves the order.
         elif plan.members[m] > 1:
             order[count] = len(plan.placed)
             count += 1
@@ -216,16 +203,12 @@ def without(i: int, p: int, plan: PartialAssignment, given: Sequences) -> int:
 
 @compiled
 def try_places(i: int, q: int, order: Ints, count: int, best: float, plan: PartialAssignment, given: Sequences) -> bool:
-    """Put sequence i into any micro-batch of pipeline q if q then ends before `best`.
-
-    Args:
-        order: micro-batches of q without sequence i.
-    """
+    """Put sequence i into a micro-batch of pipeline q (`order`: q's, without i) if q then ends before `best`."""
     rest = len(plan.placed)
     with_it = rest + 1
     for x in range(count):
         m = order[x]
-        # `rest` is the micro-batch that i leaves: putting i back changes nothing.
+        # rest: the micro-batch that i leaves; putting i back has no effect.
         if m == rest or not changed_batch(m, 1, q, -1, i, plan, given):
             continue
         order[x] = with_it
@@ -234,12 +217,12 @@ def try_places(i: int, q: int, order: Ints, count: int, best: float, plan: Parti
         if end < best:
             relocate(i, q, m, 0, plan)
             return True
-    # No existing micro-batch helps, so i forms a new one, at every position of the order.
+    # No existing micro-batch helps: try a new one at every position.
     if count == plan.order.shape[1] or not changed_batch(-1, 1, q, -1, i, plan, given):
         return False
     own = plan.batch[i]
     for x in range(count + 1):
-        # i is already alone at this position.
+        # i is alone here already.
         if plan.members[own] == 1 and x < plan.counts[q] and plan.order[q, x] == own:
             continue
         opened(order, count, x, with_it)
@@ -266,9 +249,9 @@ def closed(order: Ints, count: int, x: int) -> None:
 
 @compiled
 def relocate(i: int, q: int, m: int, x: int, plan: PartialAssignment) -> None:
-    """Put sequence i into micro-batch m of pipeline q or, if m = -1, into a new micro-batch at position x.
+    """Put sequence i into micro-batch m of pipeline q or, if m = -1, into a new one at position x.
 
-    If the old micro-batch of i becomes empty, position x does not count it.
+    Position x does not count a micro-batch that i leaves empty.
     """
     p = plan.placed[i]
     old = plan.batch[i]
@@ -310,7 +293,7 @@ def try_swaps(i: int, p: int, best: float, plan: PartialAssignment, given: Seque
     order = plan.trial[0]
     for k in range(i + 1, n):
         other = plan.batch[k]
-        # Sequences are sorted, so only k > i are shorter; each pair is tried once.
+        # Sequences are sorted: only k > i are shorter. Each pair is tried once.
         if plan.placed[k] != p or other == own or given.lengths[k] == given.lengths[i]:
             continue
         if not changed_batch(other, 1, p, k, i, plan, given):
@@ -328,7 +311,7 @@ def try_swaps(i: int, p: int, best: float, plan: PartialAssignment, given: Seque
 
 @compiled
 def least_with(i: int, k: int, q: int, plan: PartialAssignment, given: Sequences) -> float:
-    """Return a lower bound on the busiest stage's time in pipeline q with sequence i but without k (-1: none)."""
+    """Return a lower bound on pipeline q's busiest stage with sequence i but without k (-1: none)."""
     seconds = given.terms.seconds[given.kind_of[q]]
     reaches = given.terms.reaches
     most = 0.0
@@ -337,8 +320,7 @@ def least_with(i: int, k: int, q: int, plan: PartialAssignment, given: Sequences
     if k >= 0:
         length -= given.lengths[k]
         squares -= given.lengths[k] * given.lengths[k]
-    # If a stage has several kinds of ranks, the slowest determines its time, which differences of sums
-    # do not give.
+    # With several kinds of ranks, the slowest determines a stage's time, not differences of sums.
     if seconds.shape[1] > 1:
         return 0.0
     for s in range(given.terms.stages[given.kind_of[q]]):
@@ -356,7 +338,7 @@ def least_with(i: int, k: int, q: int, plan: PartialAssignment, given: Sequences
 
 @compiled
 def try_leaving(i: int, p: int, best: float, horizon: float, plan: PartialAssignment, given: Sequences) -> bool:
-    """Move sequence i of pipeline p to a pipeline that ends by `horizon`, if both pipelines then end before `best`."""
+    """Move sequence i from pipeline p to one that ends by `horizon`, if both then end before `best`."""
     count = without(i, p, plan, given)
     if end_with(p, plan.trial[0], count, plan, given) >= best:
         return False
@@ -404,12 +386,12 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: PartialAssignm
 @compiled
 def improve_once(p: int, gain: float, plan: PartialAssignment, given: Sequences, tasks: int, changed: Bools) -> bool:
     """Take the first step that speeds up pipeline p; mark changed pipelines."""
-    # Steps in order of their number of simulations: reorder, leave, move, trade, swap.
+    # Steps by number of simulations: reorder, leave, move, trade, swap.
     best = plan.ends[p] * (1.0 - gain)
     if try_orders(p, best, plan, given):
         return True
     n = len(plan.placed)
-    # Only the NEAR pipelines that end first receive sequences; the others are nearly as late as p.
+    # Only the first NEAR pipelines to end receive sequences; the others are nearly as late as p.
     horizon = np.sort(plan.ends)[NEAR - 1] if len(plan.ends) > NEAR else np.inf
     changed[p] = True
     for step in range(4):
@@ -438,7 +420,7 @@ def improve_once(p: int, gain: float, plan: PartialAssignment, given: Sequences,
 def descend(plan: PartialAssignment, given: Sequences, tasks: int, enough: float) -> float:
     """Improve `plan` until no step helps, `tasks` actions are simulated, or the last pipeline ends by `enough`."""
     changed = np.zeros(len(plan.ends), np.bool_)
-    # Large gains first: each of them saves many simulations of small ones.
+    # Large gains first: each saves many simulations of small ones.
     for gain in GAINS:
         while plan.spent[0] <= tasks:
             p = np.argmax(plan.ends)
@@ -452,7 +434,7 @@ def descend(plan: PartialAssignment, given: Sequences, tasks: int, enough: float
 def throw(plan: PartialAssignment, given: Sequences, changed: Bools) -> None:
     """Move a random sequence, or swap two micro-batches; mark changed pipelines."""
     i = np.random.randint(len(plan.placed))
-    # Half of the moves stay in the same pipeline, where they change only its micro-batches.
+    # Half of the moves stay in the pipeline and change only its micro-batches.
     p = plan.placed[i] if np.random.random() < 0.5 else np.random.randint(len(plan.ends))
     if np.random.random() < 0.25 and plan.counts[p] > 1:
         x = np.random.randint(plan.counts[p])
@@ -467,7 +449,7 @@ def throw(plan: PartialAssignment, given: Sequences, changed: Bools) -> None:
     own = plan.batch[i]
     alone = plan.members[own] == 1
     there = plan.counts[p] - (1 if alone and old == p else 0)
-    # x < there: an existing micro-batch; otherwise a new one at position x - there.
+    # x < there: an existing micro-batch; else a new one at position x - there.
     x = np.random.randint(2 * there + 1)
     if x < there:
         m = plan.order[p, x]
@@ -500,8 +482,7 @@ def improve(
     kept = copied(plan)
     best_assignment = kept
     changed = np.zeros(len(plan.ends), np.bool_)
-    # A random move may make the assignment worse. It is kept only if the descent afterwards ends no
-    # later.
+    # A random move may be worse; it is kept only if the descent then ends no later.
     for _ in range(kicks):
         if best <= enough or plan.spent[0] > tasks:
             break

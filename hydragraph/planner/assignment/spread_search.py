@@ -1,4 +1,4 @@
-"""Search for the best assignment of a mini-batch to pipelines, by local search from several assignments."""
+"""Local search for the best assignment of a mini-batch to pipelines, from several assignments."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class SearchEffort:
 
 
 def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Floats], start: Ints) -> Relaxation:
-    """Solve the linear relaxation, and raise its bound to at least the slowest sequence's time alone.
+    """Solve the linear relaxation; the bound is at least the slowest sequence's time alone.
 
     Args:
         cost: lower bound on each sequence's seconds [n, K].
-        room: maps a time z to the seconds of work that a pipeline of each kind finishes by z [K].
+        room: seconds of work that a pipeline of each kind finishes by a time z [K].
     """
     if not len(problem.lengths):
         return Relaxation(0.0, problem.cost, np.ones(len(problem.kinds)))
@@ -63,7 +63,7 @@ def longest_first(problem: AssignmentProblem) -> Ints:
 
 
 def rounded(problem: AssignmentProblem, relaxed: Relaxation) -> Ints:
-    """Return the longest-first assignment to the kinds of pipelines of the rounded relaxation (-1: none)."""
+    """Return the longest-first assignment to the rounded relaxation's kinds of pipelines (-1: none)."""
     allowed = local_search.rounded(relaxed.shares)
     return longest_first(replace(problem, cost=np.where(allowed, problem.cost, np.inf)))
 
@@ -71,11 +71,7 @@ def rounded(problem: AssignmentProblem, relaxed: Relaxation) -> Ints:
 def search(
     problem: AssignmentProblem, relaxed: Relaxation, starts: Sequence[Ints], effort: SearchEffort, seed: int
 ) -> Ints:
-    """Improve assignments in place; return the best one, which gives each sequence's pipeline [n].
-
-    Args:
-        starts: assignments, of which at least one assigns every sequence.
-    """
+    """Improve `starts` in place; return the best. At least one must assign every sequence."""
     nothing = np.zeros(len(problem.pipelines))
     best = np.inf
     fitting = [placed for placed in starts if (placed >= 0).all()]

@@ -1,12 +1,12 @@
 """AutoHet's grouping by effective computing power (its equations 2 and 3), solved by SCIP.
 
-Entities (devices, or tensor-parallel groups of one degree) have power g_i and memory m_i. They form D groups, each a
-pipeline with one entity per stage. A group of P stages runs K = M / D of the M micro-batches, and is idle for the
-fraction rho = (P - 1) / (K + P - 1) of the time. The program is
+Entities (devices, or tensor-parallel groups of one degree) of power g_i and memory m_i form D groups, each a pipeline
+with one entity per stage. A group of P stages runs K = M / D of the M micro-batches, and idles for the fraction
+rho = (P - 1) / (K + P - 1) of the time. The program is
 
-    maximize  D min_j G_j,   G_j = (1 - rho_j) sum_i g_i x_ij = K sum_i g_i x_ij / (K + P_j - 1),
+    maximize  D min_j G_j,   G_j = (1 - rho_j) sum_i g_i x_ij,
 
-where x_ij is 1 if entity i is in group j, else 0. Every entity is in exactly one group, and every group has at least
+where x_ij is 1 if entity i is in group j, else 0. Every entity is in one group, and every group has at least
 `least_memory` bytes.
 """
 
@@ -28,17 +28,12 @@ SAME = 1e-9
 
 
 class NothingHolds(Unsupported):
-    """All entities together have less memory than the model needs."""
+    """The model needs more memory than all entities have."""
 
 
 @dataclass(frozen=True)
 class EntityKind:
-    """Interchangeable entities.
-
-    Attributes:
-        power: g, in any unit.
-        memory: m, in bytes.
-    """
+    """Interchangeable entities: power g in any unit, memory m in bytes."""
 
     power: float
     memory: float
@@ -47,12 +42,7 @@ class EntityKind:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Groups of entities.
-
-    Attributes:
-        groups: number of entities of each kind in each group, largest groups first.
-        value: D min_j G_j.
-    """
+    """Groups (numbers of entities of each kind), the largest first, and their value D min_j G_j."""
 
     groups: tuple[tuple[int, ...], ...]
     value: float
@@ -97,13 +87,10 @@ def most_groups(kinds: Sequence[EntityKind], micro_batches: int, least_memory: f
 def most_power_by_scip(
     kinds: Sequence[EntityKind], micro_batches: int, least_memory: float, until: float | None = None
 ) -> Grouping:
-    """Return the most powerful grouping found by the deadline, for small problems.
+    """Return the most powerful grouping found by the deadline, for small problems, with one integer program for each
+    number of groups.
 
-    One integer program is solved for each number of groups. With z = min_j G_j, the products w_ij = z x_ij are
-    linearized by sum_j w_ij = z.
-
-    Raises:
-        Unsupported: the total memory is less than one group needs, or cvxpy or SCIP is not installed.
+    With z = min_j G_j, the products w_ij = z x_ij are linearized by sum_j w_ij = z.
     """
     cvxpy = cvxpy_with("SCIP", 'solver "scip"', "plan without a solver")
     check_entities(kinds, micro_batches, least_memory)

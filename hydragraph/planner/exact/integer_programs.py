@@ -78,7 +78,7 @@ def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple
     """Solve Eq. 1: for each V, find V micro-batches of at most MaxLen tokens that minimize max_j cost_j.
 
     Returns:
-        For the best V, the sequences of each micro-batch, and the seconds (PP - 1 + V) max_j cost_j.
+        For the best V, each micro-batch's sequences, and the seconds (PP - 1 + V) max_j cost_j.
     """
     problem = problem_of([pipeline], lengths, formed=True)
     if not len(problem.lengths):

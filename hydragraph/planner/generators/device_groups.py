@@ -1,8 +1,8 @@
 """Tensor-parallel groups inside nodes: groups of one degree for equal devices, small groups for stragglers.
 
-If k healthy devices take rho_k seconds, a group of k devices with rates (slowdowns) x_g takes y = rho_k max x_g seconds
-(Malleus). For given group sizes, it is optimal to cut a node's devices, sorted from slow to fast, into consecutive
-groups of non-decreasing sizes (theorem 1). Splits with the largest sum of 1 / y are tried first (theorem 2).
+If k healthy devices take rho_k seconds, k devices with rates (slowdowns) x_g take y = rho_k max x_g (Malleus). For
+given group sizes, it is optimal to cut a node's devices, from slow to fast, into groups of non-decreasing sizes
+(theorem 1). Splits with the largest sum of 1 / y are tried first (theorem 2).
 """
 
 from __future__ import annotations
@@ -20,18 +20,14 @@ from hydragraph.planner.generators.group_prices import DeviceSite, LayerPrices, 
 
 T = TypeVar("T")
 
-# Maximum number of splits of a node with stragglers, and maximum number of combinations of degrees that are all tried.
+# Maximum splits of a node with stragglers, and maximum combinations of degrees to try all.
 SPLITS = 3
 COMBINATIONS = 256
 
 
 @dataclass(frozen=True)
 class GroupForm:
-    """Key that is equal for interchangeable groups.
-
-    Attributes:
-        rate: slowest device's rate.
-    """
+    """Key that is equal for interchangeable groups; `rate` is the slowest device's."""
 
     site: DeviceSite
     tp: int
@@ -96,17 +92,15 @@ def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def power(node: NodeDevices, split: Sequence[int], seconds: Mapping[int, float]) -> float:
-    """Return a split's sum of 1 / y."""
     return sum(1 / (rates[0] * seconds[len(rates)]) for rates in runs(node.rates, split))
 
 
 def groupings(
     costs: Costs, prices: LayerPrices, nodes: Sequence[NodeDevices], *, split: bool = True, symmetric: bool = False
 ) -> list[tuple[Group, ...]]:
-    """Return groupings of the devices: a degree per type of device, and the best splits of nodes with stragglers.
+    """Return groupings: a degree per type of device, and the best splits of nodes with stragglers.
 
-    Args:
-        split, symmetric: as in `malleus_autohet.SearchMethod`.
+    `split` and `symmetric` are as in `malleus_autohet.SearchMethod`.
     """
     sites = list(dict.fromkeys(node.site for node in nodes))
     largest = {site: max(len(n.devices) for n in nodes if n.site == site) for site in sites}
@@ -115,8 +109,7 @@ def groupings(
     choices = _equal_degrees(degrees) if symmetric else _degrees(degrees)
     distinct_groupings: dict[tuple[Group, ...], None] = {}
     for degree in choices:
-        # Place 0: equal groups; 1: the split with most power; 2: fewer groups with nearly as much
-        # power.
+        # Place 0: equal groups; 1: most power; 2: fewer groups with nearly as much power.
         depth = SPLITS if split and any(node.uneven for node in nodes) else 1
         for place in range(depth):
             groups: list[Group] = []
@@ -135,8 +128,8 @@ def _equal_degrees(degrees: Mapping[DeviceSite, Sequence[int]]) -> Iterator[dict
 def _degrees(degrees: Mapping[DeviceSite, Sequence[int]]) -> Iterator[dict[DeviceSite, int]]:
     """Yield combinations of the sites' degrees.
 
-    If all combinations are too many, sites of one type get the same limit of the degree. If these combinations are
-    still too many, at most one type has another limit than the others.
+    If all combinations are too many, sites of one type share a limit of the degree. If these are still too many, at
+    most one type's limit differs from the others'.
     """
     if math.prod(map(len, degrees.values())) <= COMBINATIONS:
         for choice in product(*degrees.values()):
@@ -178,7 +171,7 @@ def _split(
         return even
     if place == 1:
         return ranked[0]
-    # Fewer groups mean fewer stages and pipelines, so use the fewest with at least 0.9 of the best power.
+    # Fewer groups mean fewer stages and pipelines: use the fewest with 0.9 of the best power.
     best = power(node, ranked[0], seconds)
     near = [shape for shape in ranked if power(node, shape, seconds) >= 0.9 * best]
     return min(near, key=len)
@@ -197,7 +190,6 @@ def _groups(node: NodeDevices, shape: Sequence[int]) -> list[Group]:
 
 
 def runs(items: Sequence[T], sizes: Iterable[int]) -> Iterator[tuple[T, ...]]:
-    """Divide items into runs of given sizes."""
     rest = iter(items)
     return (tuple(islice(rest, size)) for size in sizes)
 

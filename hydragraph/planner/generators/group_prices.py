@@ -20,16 +20,12 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.pipeline import Stage
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-# Usable fraction of a device's memory; estimates may be slightly low.
+# Usable fraction of memory; estimates may be slightly low.
 SAFETY = 0.99
 
 
 class DeviceSite(NamedTuple):
-    """Devices of one type in nodes of one kind.
-
-    Attributes:
-        cards: network cards per device.
-    """
+    """Devices of one type in nodes of one kind, with `cards` network cards per device."""
 
     type: str
     inner: Interconnect
@@ -56,12 +52,9 @@ class LayerPrices:
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
         """Return the memory of weights, gradients and messages per byte of weights and gradients, at the peak and end.
 
-        With equal shares, an owner sends weights to stages of other layers, and receives gradients from later stages
-        while it computes. At the end, the owner has the gradients of every pipeline.
-
-        Args:
-            ahead: fraction of all layers in earlier stages.
-            behind: fraction of layers in later stages.
+        With equal shares, an owner sends weights to earlier and later stages, which have the fractions `ahead` and
+        `behind` of all layers. It receives later stages' gradients while it computes, and in the end has every
+        pipeline's.
         """
         if self.costs.ranks == 1:
             return 1.0, 1.0
@@ -86,12 +79,11 @@ class LayerPrices:
         return np.array([option[1:] for option in self.options(site, tp)]).reshape(-1, len(NUMBERS))
 
     def degrees(self, site: DeviceSite, most: int) -> tuple[int, ...]:
-        """Return the measured degrees up to `most`, ascending."""
         measured = {kind.tp for kind in self.costs.profile.of(site.type).pieces}
         return tuple(tp for tp in sorted(measured) if tp <= most and self.options(site, tp))
 
     def within(self, site: DeviceSite) -> float:
-        """Return the fraction of all ranks in one node of a site."""
+        """Return the fraction of all ranks that one node of a site has."""
         return len(self._ranks[site]) / self.costs.ranks
 
     def _option(self, site: DeviceSite, kind: StageKind) -> Option:
@@ -151,7 +143,7 @@ def state_bytes(costs: Costs) -> float:
 
 
 def free_bytes(costs: Costs, tokens: int, safety: float) -> dict[int, float]:
-    """Return the bytes that remain on each running rank after a mini-batch and the rank's share of the state."""
+    """Return the bytes that a mini-batch and a rank's share of the state leave free on each running rank."""
     usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     part = costs.home.copies * state_bytes(costs) / sum(usable.values())
     return {rank: safety * size - (part * size + batch_bytes(tokens, tokens)) for rank, size in usable.items()}

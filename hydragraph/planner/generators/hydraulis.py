@@ -36,12 +36,12 @@ from hydragraph.errors import Unsupported
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.assignment.local_search import Floats, Ints
 
-# Number of tokens per level, and number of parts of a pipeline, as in the paper.
+# Tokens per level, and parts of a pipeline, as in the paper.
 STEP = 128
 PIPELINE_STEPS = 10
-# Smallest maximum length, in levels, for which strategies are proposed.
+# Smallest maximum length of proposed strategies, in levels.
 SHORTEST = 8
-# Factor between successive times t; smaller t yield strategies for shorter sequences.
+# Factor between successive t; smaller t yield strategies for shorter sequences.
 SWEEP = 1.03
 
 
@@ -64,7 +64,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of a proposal: a multiple of 0.1 pipelines of one scheme, for sequences with lengths in (above, upto]."""
+    """A multiple of 0.1 pipelines of one scheme, for sequences with lengths in (above, upto]."""
 
     scheme: Scheme
     pipelines: float
@@ -74,11 +74,7 @@ class Share:
 
 @dataclass(frozen=True)
 class FractionalStrategy:
-    """The best strategy with fractional pipelines, for sequences up to a length.
-
-    Attributes:
-        seconds: t[N][L].
-    """
+    """The best strategy with fractional pipelines, for sequences up to a length; `seconds` is t[N][L]."""
 
     seconds: float
     shares: tuple[Share, ...]
@@ -117,8 +113,8 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
         s for s in profile.schemes if s[0] * s[1] <= devices and profile.max_len(s, devices) >= min(STEP, context)
     ]
     last = -(-int(context) // STEP)
-    # A level counts as fitting only if its longest sequence fits. The last level ends at `context`,
-    # not at a multiple of STEP.
+    # A level fits if its longest sequence does. The last ends at `context`, not at a multiple of
+    # STEP.
     reach = {s: min(last, profile.max_len(s, devices) // STEP) for s in usable}
     reach |= {s: last for s in usable if profile.max_len(s, devices) >= context}
     if max(reach.values(), default=0) < last:
@@ -133,7 +129,7 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
     rows = []
     for scheme in usable:
         pipeline = profile.pipeline(scheme, devices)
-        # Every sequence gets its share of the fixed cost c of a full micro-batch.
+        # Every sequence gets its share of a full micro-batch's fixed cost c.
         seconds = pipeline.work(tokens) + pipeline.c * tokens / pipeline.max_len
         rows.append(np.concatenate([[0.0], np.cumsum(np.bincount(level, seconds, last + 1)[1:])]))
     return Histogram(
@@ -156,14 +152,13 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
         for k in range(len(devices)):
             if upto > levels[k]:
                 continue
-            # From short intervals to long ones: a longer interval has more work, so `grown` never
-            # shrinks.
+            # From short to long intervals, which have more work, so `grown` never shrinks.
             for above in range(upto - 1, -1, -1):
                 # Rounding errors must not add a tenth of a pipeline.
                 d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
                 grown = max(d, 1) * devices[k]
                 if grown >= best:
-                    # Longer intervals need at least as many devices
+                    # Longer intervals need no fewer devices
                     break
                 total = units[above] + grown
                 if total < best:
@@ -176,11 +171,10 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
 
 
 def proposals(data: Histogram, devices: int) -> list[FractionalStrategy]:
-    """Return the best fractional strategies, the longest length first; the first strategy, S[N][L], is exact."""
+    """Return the best fractional strategies, the longest length first; the first strategy, for t[N][L], is exact."""
     plans = [least(data, devices)]
     t = plans[0].seconds
-    # A smaller t needs more devices per length, so the N devices are enough only for shorter
-    # sequences.
+    # A smaller t needs more devices per length, so N devices suffice only for shorter sequences.
     while True:
         t /= SWEEP
         units, by, below = _needs(t, data)
@@ -195,7 +189,7 @@ def least(data: Histogram, devices: int) -> FractionalStrategy:
     last = data.work.shape[1] - 1
     budget = devices * PIPELINE_STEPS
     low = 0.0
-    # This accuracy is enough for a tenth of a pipeline.
+    # Accurate enough for a tenth of a pipeline.
     high = float(data.work[data.levels >= last, last].max()) * PIPELINE_STEPS
     best: FractionalStrategy | None = None
     while best is None or high - low > 1e-12 * high:
@@ -226,7 +220,7 @@ def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) ->
     while upto:
         k = int(by[upto])
         above = int(below[upto])
-        # The recorded interval's pipelines; its time is at most t, because d was rounded up.
+        # The recorded interval's pipelines take at most t, because d was rounded up.
         d = (units[upto] - units[above]) / data.devices[k] / PIPELINE_STEPS
         seconds = max(seconds, float(data.work[k, upto] - data.work[k, above]) / d)
         shares.append(Share(data.schemes[k], float(d), above * STEP, upto * STEP))
@@ -240,17 +234,17 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
     for share in proposal.shares:
         fractional[share.scheme] = fractional.get(share.scheme, 0.0) + share.pipelines
     schemes = sorted(fractional, key=lambda s: -profile.max_len(s, devices))
-    # For example, 1.3 pipelines of one scheme and 2 of another: counts (1, 2) and (2, 2).
+    # 1.3 pipelines of one scheme and 2 of another: counts (1, 2) and (2, 2).
     low = [math.floor(fractional[s] + 1e-9) for s in schemes]
     choices = [(n, n + 1) if fractional[s] > n + 1e-9 else (n,) for n, s in zip(low, schemes, strict=True)]
     sizes = [tp * pp for tp, pp in schemes]
-    # The last level may contain lengths above the context
+    # The last level may exceed the context
     reach = min(proposal.shares[-1].upto, context)
     longest = [profile.max_len(s, devices) >= reach for s in schemes]
     kept = []
     for counts in product(*choices):
         free = devices - sum(n * size for n, size in zip(counts, sizes, strict=True))
-        # If another number could be rounded up, the devices left would be idle for no reason.
+        # If another number could be rounded up, devices would be idle needlessly.
         more = any(n < c[-1] and size <= free for n, c, size in zip(counts, choices, sizes, strict=True))
         if free >= 0 and not more and any(n and fits for n, fits in zip(counts, longest, strict=True)):
             kept.append(counts)
@@ -258,10 +252,7 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
 
 
 def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> float:
-    """Estimate a strategy's time for all sequences up to a level.
-
-    Pipelines share each level's sequences in proportion to their speed.
-    """
+    """Estimate a strategy's time for sequences up to a level, if pipelines share each level's sequences by speed."""
     index = {s: k for k, s in enumerate(data.schemes)}
     counts = np.bincount([index[s] for s in strategy], minlength=len(data.schemes)).astype(np.float64)
     levels = data.levels
@@ -272,8 +263,8 @@ def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> 
     worst = 0.0
     for above in sorted({0, *(int(levels[k]) for k in used if levels[k] < upto)}):
         able = [k for k in used if levels[k] > above]
-        # Sequences above `above` must be processed by the schemes that fit them; the busiest such
-        # set determines the time.
+        # Only schemes that fit sequences above `above` can run them; the busiest such set
+        # determines the time.
         rate = np.array([counts[k] / np.maximum(of_level[k, above:], 1e-300) for k in able])
         usable = np.array([np.arange(above + 1, upto + 1) <= levels[k] for k in able])
         total = np.where(usable, rate, 0.0).sum(0)

@@ -17,16 +17,16 @@ from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Group
 from hydragraph.planner.generators.pipelines_of_groups import Partition, PipelinePricing, numbers
 from hydragraph.planner.price_candidate import SearchCandidate
 
-# Maximum number of partitions that exchanges improve, and maximum number that is kept.
+# Maximum partitions that exchanges improve, and maximum to keep.
 IMPROVED = 6
 KEPT = 12
-# Partitions into pipelines are kept if they take at most this multiple of the best time.
+# Partitions are kept up to this multiple of the best time.
 WITHIN = 1.25
-# Groups may stay idle if they are slower than the healthiest group by this factor.
+# Groups slower than the healthiest by this factor may stay idle.
 SLOW = 1.5
-# Groups of the weakest kinds of devices may stay idle, up to this fraction of all power.
+# Groups of the weakest devices may stay idle, up to this fraction of all power.
 WEAK = 0.3
-# Numbers of sequences per micro-batch that are tried.
+# Sequences per micro-batch to try.
 SIZES = (1, 2, 4, 8, 16)
 
 
@@ -37,7 +37,7 @@ class SearchMethod:
     Attributes:
         split: nodes with stragglers get groups of different sizes.
         symmetric: all types of devices have the same degree.
-        published: SCIP forms the pipelines by AutoHet's equation 3, without later exchanges of groups.
+        published: SCIP forms pipelines by AutoHet's equation 3, without later exchanges of groups.
     """
 
     name: str
@@ -90,8 +90,7 @@ def search(
                 break
             bench = _bench(prices, groups, micro_batches, free)
             counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
-            # Even if all groups computed all the time without traffic, these groups would take too
-            # long.
+            # Even computing all the time without traffic, these groups would take too long.
             if micro_batches * bench.layers / sum(bench.speed[i] * n for i, n in counts.items()) > WITHIN * best:
                 continue
             for partition in _published(bench, counts, until) if way.published else _partitions(bench, counts, worth):
@@ -106,8 +105,8 @@ def search(
                     by_shape[shape] = candidate
                     if len(by_shape) >= KEPT:
                         last = nsmallest(KEPT, (each.seconds for each in by_shape.values()))[-1]
-        # Above this size, larger micro-batches only lengthen the bubble, so the first size without
-        # gain is the last.
+        # Above this size, larger micro-batches only lengthen the bubble: the first without gain is
+        # the last.
         if together > max(useful, 2) and best >= before:
             break
     first = sorted(by_shape.values(), key=lambda candidate: candidate.seconds)[:KEPT]
@@ -117,10 +116,8 @@ def search(
 
 
 def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> bool:
-    """Return whether any pipelines fit with one sequence per micro-batch.
-
-    Args:
-        safety: usable fraction of memory; may be above 1.
+    """Return whether any pipelines fit with one sequence per micro-batch; `safety`, the usable fraction of memory, may
+    be above 1.
     """
     nodes = nodes_of(costs)
     free = free_bytes(costs, sequences * length, safety)
@@ -148,8 +145,7 @@ def _partitions(
 
 
 def _uses(bench: PipelinePricing, counts: dict[int, int]) -> Iterator[tuple[dict[int, int], tuple[int, ...]]]:
-    # Candidates: all groups that can hold a layer, only the healthy ones, and without the weakest
-    # kinds of devices.
+    # Candidates: all groups that can hold a layer; the healthy ones; all but the weakest devices.
     able = {i for i in counts if bench.holds(i)}
     if not able:
         return
@@ -159,7 +155,7 @@ def _uses(bench: PipelinePricing, counts: dict[int, int]) -> Iterator[tuple[dict
         places = bench.micro_batches * bench.layers
         used: dict[int, int] = {}
         for form in sorted(kept, key=lambda i: (-bench.speed[i], i)):
-            # More groups than layers of micro-batches would have nothing to compute.
+            # More groups than layers of micro-batches would be idle.
             group_count = min(counts[form], places - sum(used.values()))
             if group_count:
                 used[form] = group_count
@@ -182,7 +178,7 @@ def _strong(bench: PipelinePricing, counts: Mapping[int, int], able: Collection[
 
 
 def _largest(bench: PipelinePricing, counts: dict[int, int]) -> Iterator[Partition]:
-    # Nothing fits yet: one pipeline of the groups with most memory is the last resort.
+    # Last resort: one pipeline of the groups with most memory.
     every = [i for i in sorted(counts, key=lambda i: (-bench.memory[i], -bench.speed[i], i)) for _ in range(counts[i])]
     for stages in range(1, min(len(every), bench.layers) + 1):
         if not bench.holds(every[stages - 1]):
@@ -219,6 +215,6 @@ def _bench(
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
-    """Return the micro-batch sizes to try, and the size above which the first without gain ends the search."""
+    """Return the micro-batch sizes to try, and the size above which the first without gain is the last."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     return [size for size in SIZES if size <= sequences], 2 * useful // length

@@ -1,18 +1,13 @@
-"""Distribution of layers if a rank may divide its memory in any proportion between its stage and its part of the state.
+"""Distribution of layers if a rank divides its memory freely between its stage and its part of the state.
 
-The search gives every rank a fixed share of the state. But the first stages have the most micro-batches in flight, so
-fewer stages need to recompute if the first stages own less state. For bounds t_s on the stages' times, a dynamic
-program over stages and layers maximizes the total room. A stage's room is the fraction of the state that its ranks can
-own:
+The first stages have the most micro-batches in flight, so fewer stages recompute if the first own less state. For
+bounds t_s on the stages' times, a dynamic program over stages and layers maximizes the sum of the rooms, the fractions
+of the state that the stages' ranks can own:
 
     room_s = tp_s min((limit - need) / (state + beside), (limit - gradients) / (state + at_end)),   sum_s room_s >= 1
 
-The two terms are the memory limits of `price_candidate.owners`:
-
-    need       a rank's bytes without state
-    gradients  a rank's gradient bytes
-    beside     an owner's message bytes at the peak
-    at_end     an owner's message bytes at the end
+The two terms are the limits of `price_candidate.owners`: a rank's bytes without state (`need`), its gradient bytes, and
+an owner's message bytes at the peak (`beside`) and at the end.
 """
 
 from __future__ import annotations
@@ -39,9 +34,9 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Total rooms that are required in turn, as fractions of the state.
+# Required total rooms, in turn, as fractions of the state.
 ROOMS = (1.01, 1.05)
-# Ratios to the slowest stage's time: the maximum that counts as a gain, and the limits of the search.
+# Ratios to the slowest stage's time: the maximum that counts as a gain, and the search's limits.
 WORTH = 0.985
 SLOWEST = 1.5
 QUICKEST = 0.5
@@ -56,9 +51,8 @@ class Stages(NamedTuple):
     Attributes:
         layer: seconds per layer; infinite if the option does not exist.
         extra: seconds of the first and last block, where present.
-        fixed: a rank's bytes besides layers.
-        each: a rank's bytes per layer.
-        gradients: bytes of a layer's gradients, and of its weights.
+        fixed, each: a rank's bytes besides layers, and per layer.
+        gradients: bytes of a layer's gradients and weights.
         ranks: tensor-parallel degree.
         limit: usable bytes of each rank.
     """
@@ -77,8 +71,7 @@ class Pool(NamedTuple):
 
     Attributes:
         state: bytes of all state.
-        whole: bytes of a layer's weights and gradients, in all pipelines.
-        ends: bytes of the first and last block, in all pipelines.
+        whole, ends: bytes of all pipelines' weights and gradients of a layer, and of the first and last block.
         pulled: fraction of `whole` and `ends` that are weights.
         idle: room of ranks without layers, as a fraction of the state.
     """
@@ -119,7 +112,7 @@ def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[Se
 
 
 def _limits(costs: Costs, candidate: SearchCandidate, tokens: int) -> list[float]:
-    # The rank with the least memory limits its whole form.
+    # A form's limit is that of its rank with least memory.
     least = dict.fromkeys(candidate.bench.forms, math.inf)
     for group in candidate.groups:
         limit = min(NEAR_LIMIT * costs.memory_of(rank) for rank in group.devices) - batch_bytes(tokens, tokens)
@@ -135,7 +128,7 @@ def _pool(costs: Costs, candidate: SearchCandidate, limits: Sequence[float]) -> 
     whole = pipelines * option.kind.tp * option.state_bytes
     ends = pipelines * option.kind.tp * (option.first_bytes + option.last_bytes)
     state = costs.home.copies * state_bytes(costs)
-    # An idle rank owns state and sends and receives messages, but has no layers.
+    # An idle rank owns state and exchanges messages, but has no layers.
     idle = state + bench.layers * whole + ends
     room = math.fsum(bench.forms[i].tp * max(0.0, limits[i]) / idle for i in candidate.partition.idle)
     return Pool(bench.layers, state, whole, ends, pulled, room)
@@ -145,7 +138,7 @@ def _row(bench: PipelinePricing, laid: PipelineLayout, times: int, limits: Seque
     stages = len(laid.order)
     shape = (stages, max(len(bench.options[i]) for i in laid.order))
     layer, extra, fixed, layer_bytes, gradients = (np.full(shape, math.inf) for _ in range(5))
-    # Early stages keep more micro-batches, so a layer needs more bytes there.
+    # Early stages keep more micro-batches, so layers need more bytes.
     in_flight_of = in_flight(DEFAULT_SCHEDULE, stages, count)
     for s, form in enumerate(laid.order):
         rate = bench.forms[form].rate
@@ -165,7 +158,7 @@ def _least_factor(pool: Pool, rows: Sequence[_Row], needed: float) -> float | No
     def fits(factor: float) -> bool:
         return _room(pool, rows, factor) >= needed
 
-    # Either save time, or find the smallest slowdown with which the state fits.
+    # Save time, or find the smallest slowdown that lets the state fit.
     if fits(WORTH):
         return bisect(fits, QUICKEST, WORTH, NEARLY)[1]
     if not fits(1.0) and fits(SLOWEST):
@@ -185,12 +178,11 @@ def _share(pool: Pool, rows: Sequence[_Row], factor: float, needed: float) -> fl
 
 def _quick(pool: Pool, bench: PipelinePricing, row: _Row, factor: float, share: float) -> PipelineLayout:
     bound = factor * row.laid.each_s
-    # Bisect the price of a second: the highest price whose layers still have enough room gives the
-    # fastest stages.
+    # Bisect the price of a second: the highest price with enough room gives the fastest stages.
     most, layers, chosen = roomiest(pool, row.stages, bound, 0.0)
     low, high = 0.0, 1e3 / bound
     for _ in range(_HALVINGS):
-        # Geometric mean, because prices span many orders of magnitude.
+        # Geometric mean: prices span orders of magnitude.
         price = math.sqrt(max(low, 1e-6 * high) * high)
         room, other, ways = roomiest(pool, row.stages, bound, price)
         if room >= share * most * (1 - 1e-9):
@@ -203,11 +195,8 @@ def _quick(pool: Pool, bench: PipelinePricing, row: _Row, factor: float, share: 
 
 @compiled
 def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float, Ints, Ints]:
-    """Return the layers that maximize the room minus `price` times the sum of the stages' seconds.
-
-    Args:
-        bound: maximum seconds of a stage.
-        price: price of a second, as a fraction of the state.
+    """Return the layers that maximize the room minus `price` times the sum of the stages' seconds, each at most
+    `bound`.
 
     Returns:
         The fraction of the state that fits (-inf: layers do not fit), and each stage's layers and option [S].
@@ -219,8 +208,7 @@ def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float,
     end_weights = pool.pulled * pool.ends
     end_gradients = (1 - pool.pulled) * pool.ends
     # best[s, done]: most room (minus priced seconds) of the first s stages with `done` layers;
-    # `layers_table`, `way` and `rooms` hold the last stage's layers, its option and the room of the
-    # same solution.
+    # `layers_table`, `way`, `rooms`: the last stage's layers and option, and the room.
     best = np.full((stages + 1, layers + 1), -np.inf)
     best[0, 0] = 0.0
     layers_table = np.zeros((stages + 1, layers + 1), np.int64)
@@ -233,14 +221,14 @@ def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float,
                 continue
             for o in range(options):
                 most = layers - done - (stages - s - 1)
-                # Every later stage needs a layer, and the last stage gets all that are left.
+                # Later stages need a layer each; the last gets all that are left.
                 for n in range(most if last else 1, most + 1):
                     seconds = of.extra[s, o] + of.layer[s, o] * n
                     need = of.fixed[s, o] + of.each[s, o] * n
                     if not seconds <= bound * (1 + FORGIVEN) or need > of.limit[s]:
                         break
-                    # An owner sends the weights of all layers except its own stage's. Gradients of
-                    # earlier layers arrive after the peak.
+                    # An owner sends other stages' weights. Gradients of earlier layers arrive after
+                    # the peak.
                     sent = weights * (layers - n) + end_weights
                     behind = 0.0 if last else gradients * (layers - done - n) + end_gradients
                     at_end = gradients * layers + end_gradients
@@ -259,7 +247,7 @@ def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float,
     chosen = np.zeros(stages, np.int64)
     if best[stages, layers] == -np.inf:
         return -np.inf, stage_layers, chosen
-    # Follow the recorded choices back from the last stage.
+    # Follow the choices back from the last stage.
     left = layers
     for s in range(stages, 0, -1):
         stage_layers[s - 1] = layers_table[s, left]

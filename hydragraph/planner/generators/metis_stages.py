@@ -1,11 +1,10 @@
 """Metis's search with `Costs`: stages over all devices, with different data-parallel degrees.
 
-Metis's cost model ranks the plans, and `Costs` predicts times. Unlike in Metis, a replica's ranks must be in one
-node, and memory is limited per rank. The search runs for 1, 2, 4, ... micro-batches in flight, with and without
-recomputation.
+Metis's cost model ranks the plans, and `Costs` predicts times. Unlike in Metis, a replica's ranks are in one node, and
+memory is limited per rank.
 
-The number of pipelines is the largest dp of any stage, dp_max. Each replica of a stage serves dp_max / dp pipelines.
-Example with 3 layers at dp 4 on ranks 0 to 3, and 5 layers at dp 2 and tp 2 on ranks 4 to 7:
+Each replica of a stage of data-parallel degree dp serves dp_max / dp of the dp_max pipelines. Example with dp 4 on
+ranks 0 to 3, and dp 2 and tp 2 on ranks 4 to 7:
 
     <[0]x3,[4,5]x5> + <[1]x3,[4,5]x5> + <[2]x3,[6,7]x5> + <[3]x3,[6,7]x5>
 """
@@ -36,13 +35,13 @@ from hydragraph.spec.schedule_names import DEFAULT_SCHEDULE
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of device types, because all orders of types are tried.
+# Maximum device types, because all orders of types are tried.
 _MOST_TYPES = 5
 _FLYING = (1, 2, 4, 8, 16)
-# Bytes of messages in flight as a fraction of weights and gradients, and the usable fraction of memory.
+# Bytes of messages in flight per byte of weights and gradients, and the usable fraction of memory.
 _MESSAGES = 0.7
 _SAFETY = 0.97
-# Assumed seconds to simulate a micro-batch on a stage.
+# Assumed seconds to simulate a stage's micro-batch.
 _STEP_S = 1e-3
 # Metis's units: MB, and 2^20 bytes per millisecond.
 _MB = 2**20
@@ -51,16 +50,13 @@ _MB = 2**20
 def staged(
     costs: Costs, sequences: int, length: int, order: Order = "memory", until: float | None = None
 ) -> list[Candidate]:
-    """Return plans for equal sequences on all running devices.
+    """Return plans for equal sequences on all running devices; at the deadline `until`, those found so far.
 
     Their seconds include pull and push only if pipelines share stages.
-
-    Args:
-        until: deadline at which the search returns its results so far, possibly none.
     """
     devices = TypedDevices(costs)
     plans: dict[Strategy, Candidate] = {}
-    # Plans with at most as many micro-batches in flight as assumed
+    # Plans with no more micro-batches in flight than assumed
     likely: set[Strategy] = set()
     laid: dict[object, Candidate | None] = {}
     for recompute in (False, True):
@@ -107,7 +103,7 @@ class TypedDevices:
                 kind = cluster.type_of(rank) + (f" at rate {rate:g}" if rate > 1 else "")
                 nodes.setdefault((cluster.node_of(rank), kind), []).append(rank)
 
-        # This order keeps groups of 1, 2, 4, ... ranks from spanning two nodes.
+        # In this order, groups of 1, 2, 4, ... ranks do not span nodes.
         self._nodes = dict(sorted(nodes.items(), key=lambda item: -(len(item[1]) & -len(item[1]))))
         several = len({node for node, _ in nodes}) > 1
         types: dict[str, MetisDeviceType] = {}
@@ -228,10 +224,7 @@ def _gradients(costs: Costs, layer: int) -> int:
 
 
 def pipelines_of(plan: StagePlan, ranks: list[int], recompute: bool = False) -> tuple[Pipeline, ...]:
-    """Return a plan's stages as pipelines, which share the replicas of stages with smaller dp.
-
-    Every stage's dp must divide the largest dp.
-    """
+    """Return a plan's stages as pipelines that share replicas; every stage's dp must divide the largest dp."""
     count = max(dp for dp, _ in plan.degrees)
     by_stage: list[list[Stage]] = []
     start = 0
@@ -247,10 +240,7 @@ def pipelines_of(plan: StagePlan, ranks: list[int], recompute: bool = False) -> 
 def laid_out(
     costs: Costs, devices: TypedDevices, found: FoundPlan, length: int, recompute: bool, until: float | None = None
 ) -> Candidate | None:
-    """Convert a search result to pipelines with assigned sequences and a time.
-
-    Return None if stages cannot be shared or the simulation would exceed the deadline.
-    """
+    """Return a search result as a candidate, or None if stages cannot be shared or simulated by `until`."""
     pipelines = pipelines_of(found, devices.ranks(found.types), recompute)
     try:
         strategy = Strategy(pipelines)

@@ -1,15 +1,13 @@
 """Distribution of layers over the stages of one pipeline.
 
-For a micro-batch, stage j takes y_j seconds per layer, plus f_j for the first or last block. Stage j holds at most
-cap_j layers. With m micro-batches, and l_j of the L layers on stage j, a pipeline takes
+For a micro-batch, stage j takes y_j seconds per layer, plus f_j for the first or last block, and holds at most cap_j
+layers. With m micro-batches, and l_j of the L layers on stage j, a pipeline takes
 
     sum_j t_j + (m - 1) max_j t_j,   t_j = f_j + y_j l_j,   sum_j l_j = L,   1 <= l_j <= cap_j
 
-(AutoHet's cost; Malleus's layer ILP minimizes the second term). Each stage also chooses an option, such as
-recomputation.
-
-Within a stage time T, stage j can run room_j(T) = max over options of min(cap, (T - f) / y) layers. The least T is
-found by adding layers one by one. A few larger T are also tried, because sum_j t_j may then be smaller.
+(AutoHet's cost; Malleus's layer ILP minimizes the second term). A stage also chooses an option, such as recomputation.
+Within time T, it can run room_j(T) = max over options of min(cap, (T - f) / y) layers. Adding layers one by one finds
+the least T. A few larger T, which may have a smaller sum_j t_j, are also tried.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from hydragraph.kernels.numba_compiler import compiled
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Multiples of the least bound that are tried.
+# Multiples of the least bound to try.
 LOOSER = np.array([1.0, 1.03, 1.07, 1.15, 1.3, 1.6, 2.0, 3.0, 6.0, 1e9])
 FORGIVEN = 1e-12
 
@@ -47,12 +45,12 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
 
     Args:
         count: number of micro-batches, at least 1.
-        layer: seconds per layer, by stage and option [S, O].
+        layer: seconds per layer [S, O] (O options).
         extra: seconds of other blocks [S, O].
         cap: maximum number of layers [S, O]; 0 excludes an option.
 
     Returns:
-        Sum of the stages' seconds (infinite if the layers do not fit), layers [S], and options [S].
+        Sum of the stages' seconds (infinite if layers do not fit), layers [S], and options [S].
     """
     stages, options = layer.shape
     best_layers = np.zeros(stages, np.int64)
@@ -104,7 +102,7 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
 
 @compiled
 def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
-    """Return the least T at which all layers fit, at least one per stage; infinite if there is too little memory."""
+    """Return the least T within which all layers fit, at least one per stage; infinite if memory does not suffice."""
     stages = len(layer)
     if stages > layers:
         return np.inf

@@ -1,6 +1,6 @@
-"""Distribution of micro-batches over pipelines that minimizes the last pipeline's end time (Malleus's data ILP).
+"""Distribution of micro-batches over pipelines that minimizes the last end time (Malleus's data ILP).
 
-Pipeline i takes first_i + (m_i - 1) each_i for m_i micro-batches; sum m_i = M. By time T, pipeline i can finish
+Pipeline i takes first_i + (m_i - 1) each_i for m_i micro-batches; sum m_i = M. By time T, it can finish
 floor((T - first_i) / each_i) + 1 micro-batches, or none if T < first_i. Bisection finds the least T.
 """
 
@@ -28,12 +28,8 @@ def able(seconds: float, first: float, each: float) -> int:
 
 @compiled
 def least_seconds(micro_batches: int, first: Floats, each: Floats, alike: Ints) -> float:
-    """Return the least T by which all micro-batches end; infinite if no pipeline can run.
-
-    Args:
-        first: seconds of a pipeline's first micro-batch [K].
-        each: seconds of every further micro-batch [K].
-        alike: number of pipelines of each kind [K].
+    """Return the least T for `alike` pipelines of each kind [K] (`first`, `each`: seconds [K]); infinite if none can
+    run.
     """
     high = np.inf
     for k in range(len(first)):
@@ -54,7 +50,7 @@ def least_seconds(micro_batches: int, first: Floats, each: Floats, alike: Ints) 
 
 
 def shares(micro_batches: int, first: Floats, each: Floats) -> Ints:
-    """Return numbers of micro-batches [P] that minimize the last pipeline's end time."""
+    """Return the numbers of micro-batches [P] that minimize the last pipeline's end time."""
     until = least_seconds(micro_batches, first, each, np.ones(len(first), np.int64))
     counts = np.array([able(until, a, b) for a, b in zip(first, each, strict=True)], dtype=np.int64)
     for _ in range(int(counts.sum()) - micro_batches):

@@ -1,8 +1,7 @@
 """Assembly of tensor-parallel groups into pipelines: balanced partitions, improved by exchanges of groups.
 
-A pipeline is a multiset of forms (kinds of equal groups). `PipelinePricing.lay` orders the groups and divides the
-layers. The slowest group is the first stage (Malleus, theorem 3; AutoHet), which stores the most micro-batches. The
-order from most to least memory is also tried.
+A pipeline is a multiset of forms (kinds of equal groups). Its first stage, which stores the most micro-batches, is the
+slowest group (Malleus, theorem 3; AutoHet) or the one with most memory.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
 
 Multiset = tuple[int, ...]
-# Every number of pipelines up to this one is tried.
+# Every number of pipelines up to this is tried.
 EVERY = 16
-# Maximum number of partitions to price per improvement.
+# Maximum partitions to price per improvement.
 EXCHANGES = 1500
 
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """A multiset of groups laid out as a pipeline.
+    """A multiset of groups laid out as a pipeline, with times in seconds.
 
     Attributes:
-        first_s: seconds of the first micro-batch, including `exposed_s`.
-        exposed_s: seconds of pull and push that computation does not hide.
-        each_s: seconds of every further micro-batch.
-        traffic_s: seconds of the slowest rank's pull and push without concurrent traffic.
-        stages_s: seconds of each stage for a micro-batch [stages].
-        passing_s: seconds of each layer's pull and push [layers].
+        first_s: first micro-batch, including `exposed_s`.
+        exposed_s: pull and push that computation does not hide.
+        each_s: every further micro-batch.
+        traffic_s: the slowest rank's pull and push alone.
+        stages_s: each stage's time for a micro-batch [stages].
+        passing_s: each layer's pull and push [layers].
     """
 
     order: Multiset
@@ -73,11 +72,7 @@ class Partition:
 
 
 class PipelinePricing:
-    """Pricing of pipelines that consist of groups.
-
-    Args:
-        memory: for each form, the bytes that a rank's share of the state leaves free.
-    """
+    """Pricing of pipelines of groups; `memory` is, by form, the bytes that a rank's share of the state leaves free."""
 
     def __init__(
         self, prices: LayerPrices, forms: Sequence[GroupForm], memory: Sequence[float], micro_batches: int
@@ -89,12 +84,11 @@ class PipelinePricing:
         self.memory = tuple(memory)
 
         self.options = [prices.options(form.site, form.tp) for form in self.forms]
-        # Numbers of form i's option o; missing options are infinite, so that compiled code never
-        # chooses them.
+        # Numbers of form i's option o; infinite if missing, so that it is never chosen.
         self._numbers = np.full((len(forms), max(map(len, self.options), default=0), len(NUMBERS)), math.inf)
         for i, form in enumerate(self.forms):
             self._numbers[i, : len(self.options[i])] = prices.numbers(form.site, form.tp)
-        # Per form: slowdown, free bytes, and seconds per byte of pull and push.
+        # Per form: slowdown, free bytes, seconds per byte of pull and push.
         rows = [(f.rate, free, self._passing(f)) for f, free in zip(self.forms, self.memory, strict=True)]
         self._rows = np.array(rows).reshape(-1, 3)
         self.speed = [1 / (form.rate * min(o.layer_s for o in self.options[i])) for i, form in enumerate(self.forms)]
@@ -117,14 +111,14 @@ class PipelinePricing:
         return max(most, default=0) > 0
 
     def lay(self, multiset: Multiset, count: int) -> PipelineLayout:
-        """Arrange a multiset of groups as a pipeline for about `count` micro-batches."""
-        # Above four micro-batches per stage, a further micro-batch no longer changes the layout.
+        """Arrange groups as a pipeline for about `count` micro-batches."""
+        # Above four per stage, more micro-batches do not change the layout.
         key = (multiset, min(count, 4 * len(multiset)))
         if key not in self._laid:
             slow_first, large_first = (tuple(sorted(multiset, key=place.__getitem__)) for place in self._places)
             laid = [self._order(order, count) for order in dict.fromkeys((slow_first, large_first))]
-            # Neither order fits. Also try the two largest groups at the ends, which hold the
-            # embedding and the head.
+            # Neither order fits: try the two largest groups at the ends, which hold the embedding
+            # and the head.
             if not any(layout.order for layout in laid):
                 ends = (*large_first[:1], *large_first[2:], *large_first[1:2])
                 laid += [self._order(order, count) for order in (ends, large_first[::-1])]
@@ -153,17 +147,12 @@ class PipelinePricing:
         if self._prices.costs.ranks == 1:
             return 0.0
         site = form.site
-        # The state is divided equally, so the fraction `away` of it crosses the node's network
-        # cards.
+        # With equal shares, the fraction `away` of the state crosses the node's network cards.
         away = 1 - self._prices.within(site)
         return max(away / (site.outer.bytes_per_s * min(1.0, site.cards)), (1 - away) / site.inner.bytes_per_s)
 
     def price(self, pipelines: Mapping[Multiset, int], worth: float = math.inf) -> float:
-        """Return the iteration time in seconds.
-
-        Args:
-            worth: a result of at least `worth` seconds may be a lower bound.
-        """
+        """Return the iteration time in seconds; if it is at least `worth`, it may be a lower bound."""
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))
         return self.price_of({multiset: self.lay(multiset, count) for multiset in pipelines}, pipelines, worth)
@@ -178,8 +167,8 @@ class PipelinePricing:
         each_s = np.array([layout.each_s for layout in laid])
         alike = np.array(list(pipelines.values()), dtype=np.int64)
         seconds = float(least_seconds(self.micro_batches, first, each_s, alike))
-        # Pipelines wait for each other where the same layer is pulled and pushed. This is slow to
-        # compute, so it is skipped for partitions that already take too long.
+        # Pipelines wait for each other to pull and push a layer. This is slow to compute, so skip
+        # partitions that take too long anyway.
         if len(laid) > 1 and seconds < worth:
             seconds = float(least_seconds(self.micro_batches, first + self.awaited(laid), each_s, alike))
         # Traffic overlaps computation.
@@ -192,16 +181,15 @@ class PipelinePricing:
         return [awaited(layout.stages_s, np.array(layout.layers), layout.passing_s, slowest) for layout in laid]
 
     def balanced(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
-        """Return a partition of groups (counts by form) into `number` pipelines.
-
-        Each group, from fast to slow, joins the pipeline that is slowest so far.
+        """Return a partition of groups (counts by form) into `number` pipelines: each group, from fast to slow, joins
+        the slowest so far.
         """
-        # The fastest form is divided evenly; the others then join one at a time.
+        # The fastest form is divided evenly; others join one at a time.
         first, *others = sorted(groups, key=lambda i: (-self.speed[i], i))
         turns, more = divmod(groups[first], number)
         first_counts = [turns + 1] * more + [turns] * (number - more)
         quick = [0.0, *accumulate(repeat(self.speed[first], turns + 1))]
-        # (speed, number of stages, index): the shortest of equally fast pipelines is first.
+        # (speed, number of stages, index): of equally fast pipelines, the shortest is first.
         queue = [(quick[n], n, p) for p, n in enumerate(first_counts)]
         heapq.heapify(queue)
         members: dict[int, list[int]] = {}
@@ -221,8 +209,7 @@ class PipelinePricing:
         best = self.price(now)
         left = EXCHANGES
         gained = True
-        # First improvement, not best: the neighborhood grows with the square of the number of
-        # forms.
+        # First, not best improvement: the neighborhood grows with the square of the forms.
         while gained and left > 0:
             gained = False
             for pipelines, unused in self._neighbours(now, resting):
@@ -246,7 +233,7 @@ class PipelinePricing:
         slowest = sorted(now, key=lambda m: -self.lay(m, count).each_s)
         for giving in slowest:
             for form in dict.fromkeys(giving):
-                # A group leaves: it becomes idle, or joins another pipeline.
+                # A group becomes idle, or joins another pipeline.
                 if len(giving) > 1:
                     yield _exchanged(now, (giving, _less(giving, form))), _more(idle, form)
                     for taking in now:
@@ -276,8 +263,7 @@ def pipeline_of(devices: Iterable[Sequence[int]], layers: Sequence[int], kinds: 
 
 def numbers(groups: int, micro_batches: int, layers: int) -> list[int]:
     most = min(groups, micro_batches)
-    # A pipeline has at most one group per layer. Many pipelines are tried only where all have the
-    # same depth.
+    # A pipeline has at most one group per layer. Many pipelines are tried only with equal depths.
     few = range(-(-groups // layers), min(most, EVERY) + 1)
     deep = (groups // depth for depth in range(1, max(1, groups // EVERY) + 1))
     return sorted({*few, *(n for n in deep if -(-groups // layers) <= n <= most), most})

@@ -1,7 +1,7 @@
 """Layout and timing of a pipeline of groups (compiled).
 
-In the default schedule, stage s of S has min(S - s, m) of the pipeline's m micro-batches in flight. An owner of state
-also stores messages (`LayerPrices.held`).
+Stage s of S has min(S - s, m) of the pipeline's m micro-batches in flight, as in the default schedule. Owners of state
+also store messages (`LayerPrices.held`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ Ints = NDArray[np.int64]
 
 
 class Option(NamedTuple):
-    """Price of one kind of stage on a group.
+    """Price of one kind of stage on a group, for one micro-batch.
 
     Attributes:
-        aux_s: seconds per micro-batch for aux (values such as rotary tables).
-        layer_s: a micro-batch's seconds in a layer, forward and backward.
-        first_s, last_s: a micro-batch's seconds in the first and last block.
-        state_bytes: weights and gradients of a layer.
-        first_bytes, last_bytes: weights and gradients of the first and last block.
+        aux_s: seconds for aux (values such as rotary tables).
+        layer_s: seconds in a layer, forward and backward.
+        state_bytes: weights and gradients of a layer; `first_bytes` and `last_bytes`: of the first and last block.
         kept_bytes: activations per layer and micro-batch in flight.
         own_bytes: working memory and hidden states.
     """
@@ -47,22 +45,18 @@ class Option(NamedTuple):
 
 NUMBERS = Option._fields[1:]
 _AUX, _LAYER, _FIRST, _LAST, _STATE, _FIRST_BYTES, _LAST_BYTES, _KEPT, _OWN = range(9)
-# Columns of a form: slowdown, a rank's bytes without its share of the state, and seconds of pull and push per byte of
-# weights and gradients.
+# Columns of a form: slowdown, bytes without the share of the state, and seconds of pull and push
+# per byte of weights and gradients.
 _RATE, _MEMORY, _PASSING = range(3)
-# The forward's fraction of a micro-batch's time, and the fraction of traffic that is weights (16 bits; gradients: 32).
+# Fraction of a micro-batch's time in the forward, and of traffic for weights (16 bits; gradients:
+# 32).
 FORWARD = 1 / 3
 PULLED = 1 / 3
 
 
 @partial(compiled, shared=True)
 def most_layers(option: Floats, memory: float, first: bool, last: bool, held: Floats, flying: int, layers: int) -> int:
-    """Return the maximum number of layers that fit in memory with `flying` micro-batches in flight.
-
-    Args:
-        option: `NUMBERS` [9].
-        held: `LayerPrices.held` [2].
-    """
+    """Return the most layers that fit with `flying` micro-batches in flight (`held` as in `LayerPrices.held`)."""
     outer = first * option[_FIRST_BYTES] + last * option[_LAST_BYTES]
     most = layers
     for line in range(2):
@@ -82,8 +76,8 @@ def spread_over(
     Args:
         order: form of each stage [S].
         options: `NUMBERS` of each form and option [F, O, 9].
-        forms: (rate, memory, pull and push seconds per byte) of each form [F, 3].
-        held: `LayerPrices.held_by_flight` [L + 1, 2, 2].
+        forms: rate, memory, and pull and push seconds per byte [F, 3].
+        held: `LayerPrices.held_by_flight`.
 
     Returns:
         Layers [S] and options [S]; empty if there is too little memory.
@@ -113,10 +107,10 @@ def spread_over(
 def timed(
     order: Ints, taken: Ints, chosen: Ints, options: Floats, forms: Floats
 ) -> tuple[float, float, float, float, Floats, Floats]:
-    """Return the times of a pipeline with layers `taken` [S] and options `chosen` [S].
+    """Return fields of `PipelineLayout` for layers `taken` [S] and options `chosen` [S].
 
     Returns:
-        The fields first_s, each_s, exposed_s, traffic_s, stages_s [S] and passing_s [L] of `PipelineLayout`.
+        first_s, each_s, exposed_s, traffic_s, stages_s [S] and passing_s [L].
     """
     stages = len(order)
     seconds = np.empty(stages)
@@ -144,13 +138,9 @@ def timed(
 
 @compiled
 def exposed(seconds: Floats, passing: Floats) -> float:
-    """Return the time of pull and push that computation does not hide.
+    """Return the time of pull and push (`passing` [S]) that computation (`seconds` [S]) does not hide.
 
-    Stage s pulls while stages 0 to s compute the first forward, and pushes during these stages' last backward.
-
-    Args:
-        seconds: seconds of each stage for a micro-batch [S].
-        passing: seconds of each stage's pull and push [S].
+    Stage s pulls during the first forward of stages 0 to s, and pushes during their last backward.
     """
     pull = push = before = 0.0
     for s in range(len(seconds)):
@@ -162,11 +152,8 @@ def exposed(seconds: Floats, passing: Floats) -> float:
 
 @compiled
 def awaited(seconds: Floats, taken: Ints, of_layer: Floats, slowest: Floats) -> float:
-    """Return how much longer a pipeline waits if each layer's pull and push take their maximum over all pipelines.
-
-    Args:
-        of_layer: seconds of each layer's pull and push [L].
-        slowest: maximum over pipelines [L].
+    """Return how much longer a pipeline waits if each layer's pull and push take `slowest` instead of `of_layer`
+    seconds [L].
     """
     stages = len(seconds)
     alone = np.zeros(stages)

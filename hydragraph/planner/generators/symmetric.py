@@ -1,4 +1,4 @@
-"""Simple plans: pipelines with equal numbers of stages and equal degrees, and layers divided equally or by speed.
+"""Simple plans: pipelines with equal numbers of stages and degrees, and layers divided equally or by speed.
 
 Megatron-LM (equal layers and batches) and Whale (batches by speed) make such plans.
 """
@@ -27,7 +27,7 @@ from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
 
 Floats = NDArray[np.float64]
-# Maximum number of plans of each category.
+# Maximum plans of each category.
 KEPT = 4
 
 
@@ -60,11 +60,11 @@ def simple(
 
     Args:
         sizes: possible numbers of sequences per micro-batch.
-        apart: also return plans that use only one node.
+        apart: also return plans on only one node.
     """
     group_prices = group_prices or GroupPrices(costs)
     nodes = nodes_of(costs)
-    # All nodes, then the strongest node of each kind by itself.
+    # All nodes, then each kind's strongest node.
     sets = [nodes, *(((node,) for node in _strongest(nodes)) if apart and len(nodes) > 1 else ())]
     every: list[tuple[str, int, _Groups]] = []
     for number, some in enumerate(sets):
@@ -76,7 +76,7 @@ def simple(
             if not number and len(groups.ranks) > 1:
                 prices = group_prices.prices((length,) * sizes[0], reach)
                 every.append(("a group", degree, _quickest(prices, groups, degree)))
-    # For each layout, the best number of sequences per micro-batch.
+    # layout -> best number of sequences per micro-batch.
     fastest: dict[tuple[str, _Groups, int, bool, bool], tuple[_Laid, int]] = {}
     for together in sizes:
         prices = group_prices.prices((length,) * together, reach)
@@ -146,8 +146,8 @@ def _priced(
         equal = np.diff(prices.layers * np.arange(depth + 1) // depth)
         for by_stage in (False, True) if 1 < depth < count else (False,):
             rows = _Rows(groups, kinds, numbers, _order(count, depth, by_stage), micro_batches, prices)
-            # Kinds are sorted by time, so the first that fits is the fastest (for example, without
-            # recomputation).
+            # Kinds are sorted by time, so the first that fits (such as without recomputation) is
+            # the fastest.
             for choice in range(len(kinds)):
                 if rows.fit(equal, np.full(depth, choice)):
                     yield (depth, by_stage, False), rows.laid(equal, np.full(depth, choice))
@@ -169,8 +169,7 @@ class _Rows:
         prices: LayerPrices,
     ) -> None:
         width, depth = order.shape
-        # Arrays are [kinds, pipelines, stages]: `order` [pipelines, stages] selects the group of
-        # each stage.
+        # Arrays are [kinds, pipelines, stages]; `order` [pipelines, stages] selects groups.
         of = {name: array[:, order] for name, array in numbers.items()}
         first = np.arange(depth) == 0
         last = np.arange(depth) == depth - 1
@@ -183,14 +182,14 @@ class _Rows:
         flying = np.array(in_flight(DEFAULT_SCHEDULE, depth, self._count))
         behind = 1 - (np.arange(depth) + 1) / depth
         bytes_per_byte = np.array([prices.held(1 - 1 / depth - b, b) for b in behind]).T
-        # Layers that fit: at the peak (with micro-batches in flight) and at the end (with all
-        # messages) of an iteration.
+        # Layers that fit at the peak (with micro-batches in flight) and at the end (with all
+        # messages).
         self._most = np.full(self._layer_s.shape, math.inf)
         for line, kept in zip(bytes_per_byte, (flying, np.zeros_like(flying)), strict=True):
             layer_bytes = line * of["state_bytes"] + kept * of["kept_bytes"]
             own = of["own_bytes"] + line * (first * of["first_bytes"] + last * of["last_bytes"])
             self._most = np.minimum(self._most, np.floor((groups.free[order] - own) / np.maximum(layer_bytes, 1e-9)))
-        # All pipelines get equal layers, so the tightest pipeline decides.
+        # Pipelines get equal layers, so the tightest decides.
         self._most = np.maximum(0, self._most).min(axis=1)
 
     def fit(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> bool:

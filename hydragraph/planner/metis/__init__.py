@@ -6,7 +6,7 @@ Parallelism for Distributed LLM Training (Table 1: `benchmarks/plans.py --only m
 
 from hydragraph import attributes
 
-# Names are imported on first use, to avoid circular imports.
+# Imported on first use, to avoid circular imports.
 __all__, __getattr__, __dir__ = attributes(
     "hydragraph.planner.metis",
     {

@@ -21,8 +21,8 @@ class MetisDeviceType:
     """A type of device.
 
     Attributes:
-        bandwidth: between two devices of a node, in 2^20 bytes per millisecond.
-        memory_gb: capacity in 2^30 bytes.
+        bandwidth: inside a node, in 2^20 bytes per millisecond.
+        memory_gb: in 2^30 bytes.
     """
 
     bandwidth: float
@@ -78,7 +78,7 @@ class MetisCluster:
 
     @staticmethod
     def of(cluster: spec.Cluster | MetisCluster) -> MetisCluster:
-        """Convert a cluster, with the least bandwidth inside any node of each type."""
+        """Convert a cluster, with each type's least bandwidth inside a node."""
         if isinstance(cluster, MetisCluster):
             return cluster
         types: dict[str, MetisDeviceType] = {}

@@ -15,8 +15,7 @@ _CHUNK = 4096
 def divisions(ranks: int, stages: int) -> Iterator[Ints]:
     """Yield Metis's divisions of ranks into stages, as arrays [divisions, S].
 
-    As in the improved paper's Table 1 (variance 1, unlimited permutations), no stage has fewer than ranks // stages
-    ranks.
+    As in the improved paper's Table 1 (variance 1, unlimited permutations), stages have at least ranks // stages ranks.
     """
     least = max(1, ranks // stages)
     sizes = [1 << i for i in range(ranks.bit_length()) if 1 << i >= least]

@@ -1,21 +1,18 @@
 """Plan with the least cost in Metis's model, found by dynamic programming over labels.
 
 For one order of types and one number of micro-batches B, a plan is a path from (no ranks, no layers) to (all ranks, all
-layers). An *option* is a stage's first rank, number of ranks and degrees. An option with layers is a step of the path.
-The cost is
+layers). Each step is an *option* (a stage's first rank, number of ranks and degrees) with layers. The cost is
 
     cost = B generator + (B - 1) max t + max o + max g + sum (t + handed on) + B sync of the last stage
 
-where t, o and g are the milliseconds of a stage's micro-batch, update and gradient transfer (`metis_cost` explains the
-other terms). A *label* is the total of the stages so far: (sum, t, o, g). At the same ranks and layers, label P
+where t, o and g are the milliseconds of a stage's micro-batch, update and gradient transfer (other terms:
+`metis_cost`). A *label* is the total (sum, t, o, g) of the stages so far. At the same ranks and layers, label P
 dominates label Q if
 
     P.sum + (B - 1) (P.t - Q.t)^+ + (P.o - Q.o)^+ + (P.g - Q.g)^+ <= Q.sum
 
-Every completion of a label has at least the t, o and g in `least`. Labels are raised to these minima, so that more
-labels are dominated.
-
-`sums` is the least sum of a completion's stages.
+Every completion of a label has at least the sum in `sums`, and the t, o and g in `least`. Labels are raised to `least`,
+so that more are dominated.
 """
 
 from __future__ import annotations
@@ -48,13 +45,11 @@ class Options(NamedTuple):
 
     Attributes:
         begin: index of each rank's first option, then O [N + 1].
-        size: number of ranks [O].
-        dp: replicas [O].
-        tp: ranks per replica [O].
+        size, dp, tp: ranks, replicas, and ranks per replica [O].
         first_row, last_row: rows of `upto` [O]; a stage takes the largest difference in its rows.
         upto: milliseconds of the first l layers [R, L + 1].
-        held: MB of the first l layers, with each layer's maximum over the stage's types [O, L + 1].
-        limit: MB of all devices or, if `per_rank`, of the smallest device [O].
+        held: MB of the first l layers, each on the type that needs most [O, L + 1].
+        limit: MB of all devices or, if `per_rank`, of the smallest [O].
         bandwidth: least bandwidth of the stage's types [O].
         samples: samples per micro-batch and replica [O].
         sync: B times the milliseconds outside layers, if the option is the last stage [O].
@@ -77,7 +72,7 @@ class Options(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Stages for one order of types and any B: first rank, size, log2 of tp, and size per type [O, T]."""
+    """Stages for one order of types: first rank, size, log2 of tp, and size per type [O, T]."""
 
     start: Ints
     size: Ints
@@ -170,7 +165,6 @@ def replica_rows(
 
 @compiled
 def took(o: Options, option: int, first: int, end: int) -> float:
-    """Return a micro-batch's milliseconds in layers [`first`, `end`)."""
     slowest_ms = 0.0
     for row in range(o.first_row[option], o.last_row[option]):
         slowest_ms = max(slowest_ms, o.upto[row, end] - o.upto[row, first])
@@ -185,7 +179,7 @@ def fits(tables: Tables, o: Options, option: int, first: int, end: int) -> bool:
 
 @compiled
 def handed_on(tables: Tables, o: Options, option: int, end: int) -> float:
-    """Return how many numbers a stage whose last layer is `end` - 1 sends to the next stage."""
+    """Return how many numbers a stage that ends before layer `end` sends to the next stage."""
     if end == tables.share.size - 1:
         return float(o.samples[option] * tables.logits / o.tp[option])
     return float(o.samples[option] * tables.activation)
@@ -259,16 +253,17 @@ def best_labels(
     """Search for a plan of at least `fewest` stages that costs less than `best`.
 
     Returns:
-        Origin of each label; the plan's last label (-1: none); number of labels.
+        Each label's origin, the plan's last label (-1: none), and the number of labels.
     """
     ranks = o.begin.size - 1
     layers = tables.share.size
     fixed = batches * tables.generator
     room = 4096
-    # Entries of a label: sum, t, o, g, and for the pending transfer, its size (in numbers) and the sender's bandwidth.
+    # Entries of a label: sum, t, o, g, the pending transfer's size (in numbers), and its sender's
+    # bandwidth.
     value = np.zeros((room, 6))
-    # Entries of a label's origin: previous label, option, end of its layers, next label at the same ranks and layers,
-    # and number of stages (at most `fewest`).
+    # Entries of a label's origin: previous label, option, end of its layers, next label at the same
+    # ranks and layers, number of stages (at most `fewest`).
     origin = np.zeros((room, 5), dtype=np.int64)
     heads = np.full((ranks + 1, layers + 1), -1, dtype=np.int64)
     latest_at = np.full(ranks + 1, np.inf)
@@ -351,8 +346,8 @@ def is_needless(
 ) -> bool:
     """Return whether an existing label at the same ranks and layers dominates the new label.
 
-    If pending transfers differ, the existing label is assumed to have the slowest transfer (`slow`), and the new label
-    the fastest (`soonest`).
+    If pending transfers differ, the existing label's is the slowest (`slow`), and the new one's the fastest
+    (`soonest`).
     """
     label = head
     while label >= 0:
@@ -370,7 +365,7 @@ def is_needless(
 def without_needless(
     value: Floats, origin: Ints, head: int, new: Floats, stages: int, latest: float, batches: int, fast: float
 ) -> int:
-    """Remove the labels that the new label dominates; return the first label that is left."""
+    """Remove the labels that the new label dominates; return the first that is left."""
     before = -1
     label = head
     while label >= 0:
@@ -448,11 +443,10 @@ def optimum(
     known: Optimum | None = None,
     until: float | None = None,
 ) -> Optimum | None:
-    """Return the plan of least cost; None if no plan fits.
+    """Return the plan of least cost (or `known`), or None if no plan fits.
 
     Args:
         smallest: minimum number of ranks of a stage, a power of two.
-        known: plan to return if none is better.
     """
     tables = problem.tables
     best = known

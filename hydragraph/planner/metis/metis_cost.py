@@ -5,7 +5,8 @@
     mbs  samples per micro-batch and replica, batch // dp // B
 
 A stage of one device type takes upto[b] - upto[a] for a micro-batch. A stage of several types splits its batch // B
-samples over replicas by speed for one sample. A replica computes 5 samples in the time of 4 plus that of 1. The cost is
+samples over replicas by speed for one sample. A replica computes 5 samples in the time of 4 plus that of 1. The cost in
+milliseconds, with the least bandwidth of any type involved, is
 
     total = (B - 1) max_s t_s + sum_s t_s                     pipeline
           + B max of sync over the last stage's types         time outside layers
@@ -13,8 +14,6 @@ samples over replicas by speed for one sample. A replica computes 5 samples in t
           + max_s 2 (dp - 1) / dp * bytes / tp / bandwidth    gradients
           + sum_{s < S - 1} numbers sent / bandwidth          activations (numbers, not bytes, as in Metis)
           + B generator                                       data
-
-in milliseconds, with the least bandwidth of any type involved.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ class StageRanks(NamedTuple):
 
     Attributes:
         kinds: type of each rank [N].
-        groups: ranks of each stage [S].
-        dp: replicas of each stage [S].
-        tp: ranks per replica [S].
+        groups, dp, tp: ranks, replicas, and ranks per replica of each stage [S].
     """
 
     kinds: Ints
@@ -49,9 +46,7 @@ class StageRanks(NamedTuple):
 
 
 def parts(plan: StagePlan) -> dict[str, float]:
-    """Return each part of a plan's cost in milliseconds.
-
-    Plans that cannot train are priced as in Metis.
+    """Return the parts of a plan's cost in milliseconds, as in Metis, even for plans that cannot train.
 
     Raises:
         ValueError: the profile has no measurement for a stage.
@@ -84,7 +79,7 @@ def price(tables: Tables, ranks: StageRanks, bounds: Ints, batches: int, count: 
 
     Args:
         bounds: first layer of each stage, and the end [S + 1].
-        count: number of stages to price; Metis sometimes prices only the first stage.
+        count: number of stages to price; Metis sometimes prices only the first.
     """
     kinds, groups, dp, tp = ranks
     layers = tables.share.size
@@ -127,7 +122,7 @@ def degree_index(tp: int) -> int:
 
 @compiled
 def one_type(kinds: Ints, start: int, size: int) -> bool:
-    """Return whether all ranks of a group, sorted by type, have one type."""
+    """Return whether a group's ranks, sorted by type, have one type."""
     return bool(kinds[start] == kinds[start + size - 1])
 
 
@@ -148,7 +143,6 @@ def sync_ms(tables: Tables, kinds: Ints, start: int, size: int, d: int, mbs: int
 
 @compiled
 def stage_bytes(tables: Tables, first: int, end: int, tp: int) -> float:
-    """Return the bytes of one rank's parameters in layers [`first`, `end`)."""
     middle = end - first
     total_bytes = 0.0
     if first == 0:
@@ -162,7 +156,6 @@ def stage_bytes(tables: Tables, first: int, end: int, tp: int) -> float:
 
 @compiled
 def size_index(tables: Tables, mbs: int) -> int:
-    """Return the index of a micro-batch size in the tables; -1: not measured."""
     return int(tables.size_at[mbs]) if 0 < mbs < tables.size_at.size else -1
 
 
@@ -189,7 +182,6 @@ def stage_ms(
 
 @compiled
 def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end: int) -> float:
-    """Return a replica's milliseconds: the sum over the powers of two that add up to its number of samples."""
     total_ms = 0.0
     for digit in powers_of_two(samples):
         m = size_index(tables, digit)
@@ -215,7 +207,7 @@ def powers_of_two(samples: int) -> list[int]:
 
 @compiled
 def samples_of(tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: int, samples: int) -> Ints:
-    """Return the number of samples of each replica [dp], by the speed of its first device; -1: not measured."""
+    """Return each replica's number of samples [dp], by its first device's speed; -1: not measured."""
     m = size_index(tables, 1)
     group = size // dp
     first = kinds[start : start + dp * group : group]

@@ -1,4 +1,4 @@
-"""Metis's search, the memory-aware search, and the exact optimum of their search space."""
+"""Metis's search, its memory-aware variant, and the exact optimum of their search space."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class FoundPlan(StagePlan):
     Attributes:
         cost: `metis.cost` of the plan, in milliseconds.
         steps: number of steps (Table 1 of the improved paper); for "exact", number of labels.
-        claimed: cost that the published program prints, which may count only the first stage or omit layers; None for
-            "exact".
+        claimed: cost that the published program prints, which may omit stages or layers; None for "exact".
     """
 
     cost: float
@@ -54,8 +53,8 @@ def search(
         order: "naive" is Metis's search; "memory" is the improved paper's; "exact" finds a provably cheapest plan.
         max_tp: maximum degree; default: the profile's largest, but at most 4 for "exact", because Metis extrapolated
             larger degrees.
-        mixed_tp: allow replicas with several device types, which Metis prices as if all were of the first type;
-            default: False for "exact", else True.
+        mixed_tp: allow replicas of several device types, which Metis prices as if all were of the first type; default:
+            False for "exact", else True.
         groups: only for "exact". "all" (default) allows stages of any power of two of ranks; "metis" requires at least
             `ranks // stages` ranks per stage.
 
@@ -80,8 +79,8 @@ def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | Non
     if groups == "all":
         best = optimum(problem, mixed_tp, until=until)
     else:
-        # In plans with S stages, a stage has at least ranks // S ranks. So search once for each minimum size, with
-        # enough stages.
+        # Stages of plans with S stages have at least ranks // S ranks. Search once for each minimum
+        # size, with enough stages.
         ranks = problem.cluster.devices
         for smallest in (1 << i for i in range(ranks.bit_length())):
             best = optimum(problem, mixed_tp, smallest=smallest, fewest=ranks // (smallest + 1) + 1, known=best)

@@ -1,14 +1,14 @@
 """Metis's search and its memory-aware variant.
 
 For each order of types, division of ranks into stages and number of micro-batches, a walk begins with tp 1 in every
-stage. Layers are divided over stages by speed, with at most three corrections for memory. A *step* is a change of
-degrees (one stage halves dp and doubles tp) or a correction. NAIVE and MEMORY differ in the stage that changes first:
+stage. Layers are divided by speed, with at most three corrections for memory. A *step* is a change of degrees (one
+stage halves dp and doubles tp) or a correction. The stage that changes first is
 
-    NAIVE   the stage with least memory left when layers last fitted; if they never fitted, the stage with largest dp
-    MEMORY  the stage most short of memory at the first attempt; if all fitted, the stage with the least memory left
+    NAIVE   the one with least memory left when layers last fitted; if they never fitted, the one with largest dp
+    MEMORY  the one most short of memory at the first attempt; if all fitted, the one with least memory left
 
 A walk ends when a plan fits at the first attempt, or when no stage can change. As in Table 1 of the improved paper,
-only steps that led to a plan are counted.
+only steps that led to a plan count.
 
     capacity[s]  [S]    fraction of the total speed
     split[q]     [7 L]  layers in seven equal pieces
@@ -39,7 +39,7 @@ MEMORY = 1
 
 PIECES = 7
 ATTEMPTS = 3
-# Memory that a stage without layers is assumed to need.
+# Assumed memory of a stage without layers.
 LEAST_MB = 0.001
 
 
@@ -57,16 +57,16 @@ def walk(
     """Walk the degrees of each division into S stages.
 
     Args:
-        places: label of each rank [N]; all ranks of a replica must have the same label, unless `mixed_tp`.
+        places: label of each rank [N], which a replica's ranks must share unless `mixed_tp`.
         divisions: ranks of each stage [divisions, S].
         stages: number of stages that Metis counts when it first prices a plan.
 
     Returns:
         steps: number of steps.
-        best: cost of the cheapest plan that can train; infinite if there is none.
+        best: cost of the cheapest plan that can train; infinite if none.
         claimed: cost that Metis's program reports.
         micro_batches: the cheapest plan's number of micro-batches.
-        plan: the cheapest plan's groups, dp, tp and first layers [4, S + 1].
+        plan: its groups, dp, tp and first layers [4, S + 1].
     """
     count = divisions.shape[1]
     layers = tables.share.size
@@ -82,7 +82,7 @@ def walk(
     plan = np.zeros((4, count + 1), dtype=np.int64)
     for groups in divisions:
         capacity_mb(tables, kinds, groups, limits)
-        # Numbers of micro-batches that divide the batch, largest first, as in Metis.
+        # Micro-batch counts that divide the batch, largest first, as in Metis.
         for batches in range(tables.batch, 0, -1):
             if tables.batch % batches:
                 continue
@@ -106,8 +106,8 @@ def walk(
                     pending_steps = 0
                     cost = price(tables, ranks, bounds, batches, count).sum()
                     claimed = min(claimed, cost)
-                    # Metis first prices a plan as if it had `stages` stages, so the cost that it
-                    # reports may be lower.
+                    # Metis first prices a plan as if it had `stages` stages, so it may report a
+                    # lower cost.
                     if stages < count:
                         claimed = min(claimed, price(tables, ranks, bounds, batches, stages).sum())
                     if cost < best and can_train(places, groups, tp, bounds, layers, mixed_tp):
@@ -120,8 +120,7 @@ def walk(
                     if attempt == 1:
                         break
                 pending_steps += 1
-                # Choose the stage that doubles its tensor-parallel degree; see the module's
-                # docstring.
+                # Choose the stage that doubles tp (see the module's docstring).
                 if order == MEMORY and has_lacking:
                     more = change(dp, tp, lacking)
                 elif has_left:
@@ -221,7 +220,7 @@ def divide(
 
 @compiled
 def speeds(tables: Tables, ranks: StageRanks, batches: int, found: Floats) -> bool:
-    """Write each stage's fraction of the total speed; return whether all stages were measured."""
+    """Write each stage's fraction of the total speed; return whether all were measured."""
     layers = tables.share.size
     start = 0
     total = 0.0
@@ -241,7 +240,7 @@ def speeds(tables: Tables, ranks: StageRanks, batches: int, found: Floats) -> bo
 
 @compiled
 def memory_mb(tables: Tables, ranks: StageRanks, batches: int, bounds: Ints, demand: Floats) -> bool:
-    """Write each stage's memory in MB, as Metis computes it, to `demand`; return whether all stages were measured.
+    """Write each stage's memory in MB, as Metis computes it, to `demand`; return whether all were measured.
 
     As in Metis, all stages use the measurements of rank 0's type, and a stage of mixed types divides its samples as if
     it had all devices. If memory is limited per rank, the type that needs the most memory counts.
@@ -272,7 +271,6 @@ def memory_mb(tables: Tables, ranks: StageRanks, batches: int, bounds: Ints, dem
 
 @compiled
 def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int) -> float:
-    """Return the MB of layers [`first`, `end`); infinite if not measured."""
     m = size_index(tables, mbs)
     if m < 0 or not tables.known[kind, d, m]:
         return np.inf
@@ -281,18 +279,17 @@ def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int)
 
 @compiled
 def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
-    """Lower the speeds of stages with too little memory, and raise other speeds; return whether this is possible."""
+    """Lower the speeds of stages with too little memory, and raise others; return whether this works."""
     count = speed.size
     fits = limits > demand
-    # A stage that fits may take more layers, up to its memory. One that does not fit gets 0.9 of
-    # what would fit.
+    # A stage that fits may take more layers, up to its memory; others get 0.9 of what would fit.
     room = np.where(fits, speed * limits / demand - speed, 0.0)
     added = np.zeros(count)
     lowered = np.where(fits, speed, speed * (limits / demand) * 0.9)
     missing = (speed - lowered).sum()
     if room.sum() < missing:
         return False
-    # Distribute what other stages lost over those with room, in proportion to their speed.
+    # Distribute what others lost over stages with room, in proportion to speed.
     while missing > 0.01:
         total = speed[room > 0.001].sum()
         before = missing
@@ -303,7 +300,7 @@ def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
             added[s] += gain
             room[s] -= gain
             missing -= gain
-        # In this case, Metis's program would loop forever
+        # Here, Metis's program would loop forever
         if missing == before:
             return False
     speed[:] = added + lowered
@@ -316,8 +313,8 @@ def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None
     count = speed.size
     owner = np.full(split.size, -1, dtype=np.int64)
     capacity = speed.copy()
-    # As in Metis: pieces to stages from the front, then to the last stage, then the rest; whole
-    # layers by majority.
+    # As in Metis: pieces from the front, then to the last stage, then the rest; whole layers by
+    # majority.
     give_pieces_forward(split, capacity, owner)
     give_pieces_to_last(split, capacity, owner)
     give_rest_of_pieces(split, capacity, owner)
@@ -347,7 +344,7 @@ def give_pieces_forward(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def give_pieces_to_last(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Fill the last stage from the end: the last layer, then adjacent pieces within its capacity."""
+    """Fill the last stage from the end: the last layer, then adjacent pieces within capacity."""
     last = capacity.size - 1
     lowest = split.size
     piece_count = 0
@@ -364,7 +361,7 @@ def give_pieces_to_last(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Give each unassigned piece to the stage with most capacity between the owners before and after the piece."""
+    """Give each unassigned piece to the stage with most capacity between the owners before and after it."""
     count = capacity.size
     low = np.full(count, split.size, dtype=np.int64)
     high = np.full(count, -1, dtype=np.int64)
@@ -397,7 +394,6 @@ def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
-    """Write the stage that has more than half of each layer's pieces; other layers get no stage."""
     for layer in range(stage.size):
         pieces = np.bincount(owner[layer * PIECES : (layer + 1) * PIECES], minlength=count)
         if 2 * pieces.max() > PIECES:
@@ -414,7 +410,7 @@ def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
 
 @compiled
 def level(share: Floats, stage: Ints, capacity: Floats) -> bool:
-    """Move a neighbor's layer to the stage with the most free capacity c, unless a stage would then have more."""
+    """Move a neighbor's layer to the stage with most free capacity, unless a stage would then have more."""
     count = capacity.size
     most = int(np.argmax(capacity))
     near = -1

@@ -8,7 +8,7 @@ L  layers
 upto[t, d, m, l]    [T, D, M, L + 1]  milliseconds of the first l layers, forward and backward
 sync[t, d, m]       [T, D, M]         milliseconds outside the layers
 memory[t, d, m, l]  [T, D, M, L]      MB of layer l
-known[t, d, m]       [T, D, M]         whether this configuration was measured
+known[t, d, m]      [T, D, M]         whether this configuration was measured
 """
 
 from __future__ import annotations
@@ -28,20 +28,18 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# Factor by which Metis multiplies the measured memory of layers.
+# Metis's factor for the measured memory of layers.
 MEMORY_FACTOR = 5.0
 
 
 class Tables(NamedTuple):
-    """A profile and a cluster as arrays."""
-
     upto: Floats
     sync: Floats
     memory: Floats
     known: Bools
     size_at: Ints  # [largest size + 1]
-    # [L]: each layer's fraction of all layers' time on the profile's first device type, at tensor-parallel degree 1 and
-    # micro-batch size 1; 1 / L if not measured
+    # [L]: layers' fractions of time on the profile's first device type, at degree 1 and micro-batch
+    # size 1; 1 / L if not measured
     share: Floats
     # [T], in 2^20 bytes per millisecond
     bandwidth: Floats
@@ -53,7 +51,7 @@ class Tables(NamedTuple):
     optimizer: float
     # Milliseconds of one micro-batch
     generator: float
-    # Numbers that a layer sends to the next layer, per sequence
+    # Numbers that a layer sends, per sequence
     activation: float
     # Numbers that the second-to-last layer sends, per sequence (as in Metis)
     logits: float
@@ -95,14 +93,13 @@ class MetisProblem:
         return tuple(self.cluster.counts)
 
     def kinds(self, types: Sequence[str]) -> Ints:
-        """Return each rank's type [N] for an order of types."""
         if sorted(types) != sorted(self.types):
             raise ValueError(f"'types' is {list(types)}: name each of {list(self.types)} once")
         at = [self.types.index(kind) for kind in types]
         return np.repeat(np.array(at, dtype=np.int64), [self.cluster.counts[kind] for kind in types])
 
     def places(self, types: Sequence[str]) -> Ints:
-        """Return each rank's label [N]: its type or, if `per_rank`, its node. A replica's ranks must share a label."""
+        """Return each rank's label [N], which a replica's ranks must share: its type or, if `per_rank`, its node."""
         if not self.per_rank:
             return self.kinds(types)
         ordered = [(n, devices) for kind in types for n, (of, devices) in enumerate(self.cluster.nodes) if of == kind]
@@ -127,7 +124,7 @@ class MetisProblem:
                     if entry is None:
                         continue
                     at = (t, tp.bit_length() - 1, m)
-                    # The last bit decides ties in Metis's search, so times are added in Metis's order.
+                    # The last bit decides ties in Metis's search, so add times in Metis's order.
                     np.cumsum(entry.layers_ms, out=upto[at][1:])
                     memory[at] = entry.memory_mb
                     sync[at] = entry.forward_backward_ms - upto[at][-1]
@@ -167,9 +164,9 @@ class StagePlan:
     """Stages of consecutive ranks, which are sorted by type.
 
     Attributes:
-        types: types of devices in order (Metis's node sequence).
+        types: order of device types (Metis's node sequence).
         groups: number of ranks of each stage.
-        degrees: (dp, tp) of each stage, dp * tp ranks.
+        degrees: (dp, tp) of each stage, which has dp * tp ranks.
     """
 
     types: tuple[str, ...]
@@ -204,7 +201,7 @@ class StagePlan:
 
     @property
     def lost_sequences(self) -> int:
-        """Maximum number of sequences that a stage omits, because Metis rounds batch // dp // B down."""
+        """Most sequences that a stage omits, because Metis rounds batch // dp // B down."""
         batch = self.problem.batch
         return batch - min(batch // dp // self.batches * dp * self.batches for dp, _ in self.degrees)
 

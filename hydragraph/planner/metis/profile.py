@@ -1,8 +1,7 @@
 """Metis's measurements of a model.
 
-Measurements come from a folder with one file each, as in Metis (`DeviceType.A100_tp2_bs4.json`), or from one file
-per device type. A device type's file has all layers under `samples`, or the first, middle and last under
-`by_num_layers`.
+They come from a folder with one file each, as in Metis (`DeviceType.A100_tp2_bs4.json`), or from one file per device
+type, with all layers under `samples`, or the first, middle and last under `by_num_layers`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 _NAME = re.compile(r"DeviceType\.(\w+?)_tp(\d+)_bs(\d+)\.json")
 _KEY = re.compile(r"tp(\d+)_bs(\d+)")
 
-# The optimizer's and batch generator's times are read at the largest measured degree and size up to this number.
+# The optimizer's and generator's times are read at the largest measured degree and size up to this.
 _MEASURED = 4
 
 
@@ -53,7 +52,7 @@ class Measurement:
         return self.forward_backward_ms - sum(self.layers_ms)
 
     def stretched(self, layers: int) -> Measurement:
-        """Return the measurement for another number of layers, whose inner layers equal the second layer."""
+        """Return the measurement for another number of layers, whose inner layers equal the second."""
         first, middle, last = self.layers_ms[0], self.layers_ms[1], self.layers_ms[-1]
         times = (first, *[middle] * (layers - 2), last)
         memory = (self.memory_mb[0], *[self.memory_mb[1]] * (layers - 2), self.memory_mb[-1])
@@ -68,8 +67,7 @@ class MetisProfile:
         measurements: the first key's device type determines how layers are balanced.
         parameters_bytes: bytes of the first, middle and last layer.
         optimizer_ms: optimizer step of the whole model.
-        hidden: numbers that a layer sends per token.
-        vocabulary: numbers that the last layer outputs per token.
+        hidden, vocabulary: numbers that a layer sends, and the last layer outputs, per token.
     """
 
     measurements: Mapping[tuple[str, int, int], Measurement]
@@ -93,14 +91,10 @@ class MetisProfile:
 
     @cached_property
     def types(self) -> tuple[str, ...]:
-        """Device types, in the order of the measurements."""
         return tuple(dict.fromkeys(kind for kind, _, _ in self.measurements))
 
     def stretched(self, layers: int) -> MetisProfile:
-        """Return the profile for another number of layers (section 4.1 of the improved paper).
-
-        Inner layers must be equal.
-        """
+        """Return the profile for another number of layers, if inner layers are equal (improved paper, section 4.1)."""
         if layers == self.layers:
             return self
         equal = all(len(set(measurement.layers_ms[1:-1])) == 1 for measurement in self.measurements.values())
@@ -127,8 +121,8 @@ class MetisProfile:
         """Read measurements from files, or from a folder's files with names as in Metis.
 
         Args:
-            layers: if a file has several models, the number of layers of the model to read; default: the smallest.
-            hidden, sequence, vocabulary: required if no file contains them, as in Metis's own files.
+            layers: number of layers of the model to read if a file has several; default: the smallest.
+            hidden, sequence, vocabulary: required if no file contains them, as in Metis's own.
 
         Raises:
             ValueError: a file is not a profile, or something is missing.
@@ -146,7 +140,7 @@ class MetisProfile:
             if not numbers:
                 raise ValueError(f"{files[0]} does not contain {name}: give {name}=...")
             said[name] = int(numbers[0])
-        # Metis reads the first listed file; in the published runs, that was the file chosen here.
+        # Metis reads the first listed file, which was this one in the published runs.
         measured = [e for e in entries if e.key[0] == kind and max(e.key[1:]) <= _MEASURED]
         model = max(measured or entries[:1], key=lambda e: e.key[1:])
         return MetisProfile(
