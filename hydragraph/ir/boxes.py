@@ -1,7 +1,6 @@
 """Decomposition of an interval of a flattened tensor into axis-aligned boxes.
 
-For example, elements [3, 11) of a tensor of shape [3, 4] are the last element of row 0, all of row 1, and three
-elements of row 2.
+For example, elements [3, 11) of a tensor [3, 4] are one element of row 0, all of row 1, and three of row 2.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ Extent = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Axis-aligned box in a tensor, whose elements are consecutive in the interval.
+    """Axis-aligned box in a tensor.
 
     Attributes:
-        at: position in the interval.
+        at: start of the box's elements in the interval, where they are consecutive.
     """
 
     offsets: Extent
@@ -26,11 +25,10 @@ class Box:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.sizes)
 
     def moved(self, dim: int) -> Box:
-        """Return the same box after dimension 0 of the tensor is moved to `dim`."""
+        """Return the box after the tensor's dimension 0 is moved to `dim`."""
         return Box(_moved(self.offsets, dim), _moved(self.sizes, dim), self.at)
 
 
@@ -45,12 +43,12 @@ def _cut(lo: int, hi: int, shape: Extent, prefix: Extent, at: int) -> list[Box]:
         return []
     if not shape:
         return [Box(prefix, (1,) * len(prefix), at)]
-    # [first, last): the rows that the interval contains whole. For [3, 11) of [3, 4], with rows of
-    # 4, these are [1, 2), between a head of 1 element and a tail of 3.
+    # [first, last): whole rows of the interval. For [3, 11) of [3, 4]: [1, 2), between a head of 1
+    # element and a tail of 3.
     row = math.prod(shape[1:])
     first = -(-lo // row)
     last = hi // row
-    # An interval that contains no row boundary lies inside row `last`.
+    # An interval without a row boundary lies in row `last`.
     if first > last:
         return _cut(lo - last * row, hi - last * row, shape[1:], (*prefix, last), at)
     head = _cut(lo - (first - 1) * row, row, shape[1:], (*prefix, first - 1), at) if lo < first * row else []

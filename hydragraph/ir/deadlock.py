@@ -17,7 +17,6 @@ class Deadlock:
 
     Attributes:
         at: for each stuck rank, the index of the instruction that waits.
-        waits: for each stuck rank, the ranks that it waits for.
     """
 
     at: Mapping[int, int]
@@ -25,7 +24,7 @@ class Deadlock:
 
     @property
     def chain(self) -> tuple[int, ...]:
-        """Ranks, each waiting for the next: a cycle (with the first rank repeated), or a path to a rank that ended."""
+        """Ranks, each waiting for the next: a cycle (first rank repeated), or a path to an ended rank."""
         path = [min(self.waits)]
         while path[-1] in self.waits and path[-1] not in path[:-1]:
             path.append(self.waits[path[-1]][0])
@@ -35,9 +34,9 @@ class Deadlock:
 def find_deadlock(programs: Sequence[RankProgram]) -> Deadlock | None:
     """Simulate all ranks' programs (in rank order) over gloo, and return None if all end.
 
-    Sends never wait. All other instructions wait whenever gloo could wait: for a message, for tensor-parallel peers, or
-    for ranks that have not yet entered a pull or push. Programs that end over gloo also end over NCCL if each ordered
-    pair of ranks has its own communicator (`tests.ir.queues`).
+    Sends never wait. Other instructions wait whenever gloo could: for messages, for tensor-parallel peers, or for ranks
+    that have not entered a pull or push. Programs that end over gloo also end over NCCL if each ordered pair of ranks
+    has its own communicator (`tests.ir.queues`).
     """
     simulation = _Simulation(programs).run()
     waits = simulation.waits()
@@ -53,14 +52,14 @@ class _Simulation:
         self.at = [0] * len(programs)
         self.sent: Counter[tuple[int, int]] = Counter()
         self.received: Counter[tuple[int, int]] = Counter()
-        # For each sender and message, the number of receives that complete the message.
+        # (sender, message) -> number of receives that complete the message.
         self.turn: dict[tuple[int, Value], int] = {}
         self.entered: Counter[tuple[Op, str]] = Counter()
         self.committing: set[int] = set()
 
     def run(self) -> _Simulation:
-        # waiting: ranks to try (again). Their order does not matter, because an instruction that
-        # can run stays able to run.
+        # waiting: ranks to try (again), in any order: an instruction that can run can also run
+        # later.
         waiting = deque(range(len(self.programs)))
         while waiting:
             rank = waiting.popleft()
@@ -75,7 +74,7 @@ class _Simulation:
     def _must_wait(self, rank: int, instruction: Instruction) -> bool:
         if instruction.op is not Op.COMMIT:
             return bool(self._blockers(rank, instruction) or self._incomplete(instruction))
-        # The last rank to arrive lets all ranks pass.
+        # The last arrival lets all ranks pass.
         self.committing.add(rank)
         if len(self.committing) < len(self.programs):
             return True
@@ -95,7 +94,7 @@ class _Simulation:
         return instructions[self.at[rank]] if self.at[rank] < len(instructions) else None
 
     def _together(self, rank: int, instruction: Instruction) -> Sequence[int]:
-        # Computations may contain tensor-parallel collectives, so a stage's ranks run together.
+        # Computations may contain collectives, so a stage's ranks run together.
         if instruction.op in _COMPUTED:
             return self.programs[rank].tp
         return range(len(self.programs)) if instruction.op is Op.COMMIT else (rank,)
@@ -105,7 +104,7 @@ class _Simulation:
             source = instruction.partner
             return () if self.received[source, rank] < self.sent[source, rank] else (source,)
         if instruction.op is Op.FREE:
-            # Messages between two ranks arrive in order.
+            # A pair's messages arrive in order.
             messages = [value for value in instruction.reads if value.kind is ValueKind.MESSAGE]
             return tuple(m.peer for m in messages if self.received[rank, m.peer] < self.turn.get((rank, m), 0))
         if instruction.op not in (*_COMPUTED, Op.COMMIT):
@@ -118,8 +117,7 @@ class _Simulation:
         if instruction.op in _COMPUTED:
             needed = {(Op.PULL, value.exchange) for value in instruction.reads if value.kind is ValueKind.WEIGHTS}
         elif instruction.op in EXCHANGED:
-            # `after` also names earlier exchanges that must end first, to limit the bytes in
-            # flight.
+            # `after` also names earlier exchanges to await, which limits the bytes in flight.
             room = (value for value in instruction.after if value not in instruction.reads)
             needed = {(instruction.op, value.exchange) for value in room}
         return {exchange for exchange in needed if self.entered[exchange] < len(self.programs)}

@@ -5,8 +5,8 @@
                  ["t", "call_function", "aten::t.default", [{"node": "hidden"}], {}, ["tensor", ...]],
                  ["output", "output", "output", [{"tuple": [{"node": "t"}]}], {}, None]]]}
 
-A node is [name, kind, target, args, kwargs, value]. A target is an operator or a function in `PYTHON`. The decoder
-never evaluates or imports names.
+A node is [name, kind, target, args, kwargs, value]. Targets are operators or functions in `PYTHON`; decoding never
+evaluates or imports names.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NAMES = {function: name for name, function in PYTHON.items()}
 
 
 def encode(*graphs: fx.GraphModule) -> dict[str, Any]:
-    """Convert the graphs of one trace to data, or raise a ValueError if data cannot represent a graph."""
+    """Convert the graphs of one trace to data, or raise a ValueError if data cannot represent them."""
     values = ValueEncoder()
     return {"graphs": [[_node(n, graph, values) for n in graph.graph.nodes] for graph in graphs], "hints": values.hints}
 
@@ -67,7 +67,7 @@ def results_of(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def form_of(node: Any) -> TensorForm | None:
-    """Return the dtype and sizes of a node's tensor without building the tensor, or None for other values."""
+    """Return the dtype and sizes of a node's tensor without building it, or None for other values."""
     if isinstance(node, fx.Node) and "val" not in node.meta and "form" in node.meta:
         form: TensorForm | None = node.meta["form"]
         return form
@@ -79,15 +79,15 @@ def value_of(node: Any) -> Any:
     """Return a node's traced value (fake tensor, size, tuple), or None."""
     if not isinstance(node, fx.Node):
         return None
-    # A node of a decoded graph builds its value on first use.
+    # Decoded nodes build their values on first use.
     if "val" not in node.meta and "later" in node.meta:
         node.meta["val"] = node.meta["later"]()
     return node.meta.get("val")
 
 
 def storages_of(node: Any) -> list[tuple[int, TensorForm]]:
-    """Return the storage number and form of each tensor in a node's value."""
-    # The fake tensors of a decoded graph never share storage, so the data records the original storage numbers.
+    """Return the storage number and form of each tensor in a value."""
+    # The data of decoded nodes has the original numbers; equal decoded tensors are one object.
     meta = node.meta if isinstance(node, fx.Node) else {}
     if "forms" in meta:
         return list(zip(meta["storages"], meta["forms"](), strict=True))
@@ -171,11 +171,11 @@ def _graph(nodes: list[Any], values: ValueDecoder) -> fx.GraphModule:
         callee = known_target(target) if op == "call_function" else target
         operands = tuple(_read(a, by_name) for a in args)
         node = graph.create_node(op, callee, operands, {k: _read(v, by_name) for k, v in kwargs.items()}, name)
-        # `create_node` changes a name that is also a Python builtin.
+        # `create_node` changes names of Python builtins.
         node.name = name
         by_name[name] = node
         if value is not None:
-            # Values are built on first use, because most are never read (`value_of`).
+            # Most values are never read, so they are built on first use (`value_of`).
             node.meta["later"] = lambda value=value: values.value(value)
             node.meta["storages"] = storages(value)
             node.meta["form"] = form_in(value)

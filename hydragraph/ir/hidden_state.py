@@ -1,4 +1,4 @@
-"""Size and dtype of the hidden state, and dtype of the summed loss."""
+"""Size and dtype of the hidden state, and dtype of the loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def loss_dtype(program: Program) -> torch.dtype:
 
 
 def _output(program: Program, block: int) -> TensorForm:
-    # `form_of` does not build the fake tensor, which would take half a second.
+    # `form_of` skips building the fake tensor, which takes half a second.
     form = form_of(results_of(program.templates[program.blocks[block].template].graph)[0])
     assert form is not None
     return form

@@ -1,4 +1,4 @@
-"""Home layouts: the ranks that own each element of a bucket, according to a `Home`."""
+"""Home layouts: the ranks that own each element of a bucket."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class HomeLayouts:
     """Home layouts of buckets.
 
     Args:
-        home: home without a `rule`; with two copies, its `nodes` must be set (`Home.on`).
+        home: home without a `rule`; with two copies, `nodes` must be set (`Home.on`).
 
     Raises:
-        ValueError: the home is for a different number of ranks.
+        ValueError: the home is for another number of ranks.
     """
 
     def __init__(self, home: Home, ranks: int) -> None:
@@ -28,7 +28,7 @@ class HomeLayouts:
         self._known: dict[object, Layout] = {}
 
     def of(self, bucket: Bucket) -> Layout:
-        # Buckets of equal size and shares, such as those of all layers, share one layout object.
+        # Buckets of equal size and shares (such as all layers') share a layout object.
         shares = self.home.shares_of(bucket.name)
         key = (bucket.size, shares)
         if key not in self._known:

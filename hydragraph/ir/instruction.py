@@ -1,4 +1,4 @@
-"""Instruction set of the program that a rank runs in one iteration."""
+"""Instructions of a rank's program."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from hydragraph.ir.value import Value, ValueKind, gradients, weights
 
 
 class Op(Enum):
-    # Receive a bucket's weights from their owners, or send them
+    # Receive a bucket's weights from owners, or send them
     PULL = "pull"
     FORWARD = "forward"
-    # Run a block's backward, or half of it, and add weight gradients to G.bucket
+    # Run a block's backward, or half of it; add weight gradients to G.bucket
     BACKWARD = "backward"
     # Copy a block's saved values to host memory
     OFFLOAD = "offload"
-    # Copy saved values back to the device, after all earlier computations have run
+    # Copy saved values back to the device, after all earlier computations
     FETCH = "fetch"
     SEND = "send"
     RECEIVE = "receive"
-    # Sum a bucket's gradients on first owners, which then send the sums to second owners
+    # Sum a bucket's gradients on first owners, then send them to second owners
     PUSH = "push"
-    # Release values; a message is released only after it was sent
+    # Release values; messages only after they are sent
     FREE = "free"
-    # Agree with all ranks whether gradients are finite
+    # Agree whether all ranks' gradients are finite
     COMMIT = "commit"
     UPDATE = "update"
 
@@ -88,9 +88,9 @@ class Instruction:
 
     Attributes:
         target: a bucket (pull, push), a block (forward, backward, offload, fetch), or "".
-        writes: values that the instruction creates or, for gradients, adds to.
-        after: values that the instruction waits for: `reads` that other streams produce and, to limit the bytes in
-            flight, values of earlier pulls or pushes.
+        writes: values that are created or, for gradients, added to.
+        after: values to wait for: `reads` that other streams produce and, to limit the bytes in flight, values of
+            earlier pulls or pushes.
     """
 
     op: Op
@@ -107,7 +107,7 @@ class Instruction:
 
     @property
     def step(self) -> tuple[Op, str, int | None]:
-        """Key of the instruction, equal on all ranks of a tensor-parallel stage."""
+        """Key that is equal on all ranks of a tensor-parallel stage."""
         return self.op, self.target, self.micro_batch
 
     @property
@@ -135,8 +135,8 @@ class Instruction:
 
 
 def waits(instruction: Instruction, stream_of: Mapping[Value, Stream]) -> tuple[Value, ...]:
-    # A free waits only for messages and copies. All other values are complete, because an
-    # instruction that used them has waited for them.
+    # A free waits only for messages and copies. Instructions that used the other values have waited
+    # for them.
     stream = instruction.stream
     free = instruction.op is Op.FREE
     cross_stream = [value for value in instruction.reads if stream_of[value] is not stream]

@@ -2,10 +2,9 @@
 
     compute  h1.0, s.layer.0.0 = forward layer.0 [0] (W.layer.0, h0.0, a.0)   after W.layer.0
     p2p      send h2.0 -> rank 3                                after h2.0
-    compute  free h2.0>3                                        after h2.0>3
 
-A line gives the stream, the values that are written (`=`) or added to (`+=`), the operation, the values that are read,
-and the awaited values (`after`).
+A line gives the stream, the values written (`=`) or added to (`+=`), the operation, the values read, and the awaited
+values (`after`).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _WORDS = {"link": (Op.PULL, Op.PUSH), **{op.value: (op,) for op in Op}}
 
 
 def instruction_text(instruction: Instruction) -> str:
-    """Return a line such as `p2p      h2.0 = receive <- rank 3`."""
+    """Return a line: `p2p      h2.0 = receive <- rank 3`."""
     line = f"{instruction.stream.value:<9}{_statement(instruction)}"
     return f"{line:<{MARGIN}}  after {', '.join(instruction.after)}" if instruction.after else line
 
@@ -81,14 +80,14 @@ def _statement(instruction: Instruction) -> str:
 
 
 def parse_instruction(line: str, number: int) -> Instruction:
-    """Parse a line written by `instruction_text`, or raise a ValueError with line `number`."""
+    """Parse the output of `instruction_text`, or raise a ValueError that names line `number`."""
     name, _, rest = line.partition(" ")
     try:
         stream = Stream(name)
     except ValueError:
         streams = ", ".join(s.value for s in Stream)
         raise ValueError(f"line {number}: expected a stream ({streams}), found {name!r}") from None
-    # Instructions are aligned with several blanks, which carry no meaning.
+    # Blanks that align instructions have no meaning.
     statement, waits, after = re.sub(r"\s+", " ", rest.strip()).partition(" after ")
     if waits and not re.fullmatch(_NAMES, after):
         raise ValueError(f"line {number}: expected values following 'after', such as 'h1.0, W.head', found {after!r}")

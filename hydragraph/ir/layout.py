@@ -1,7 +1,7 @@
 """Layouts: which intervals of a bucket's flat state each rank stores, and how gradients are combined.
 
-The flat state is the concatenation of a bucket's parameters. A tensor-parallel shard has one interval per parameter, or
-per fused segment of a parameter. A home shard is one interval. Each array of a layout has one entry per interval:
+The flat state is the concatenation of a bucket's parameters. A tensor-parallel shard has one interval per parameter or
+fused segment, a home shard one interval. Layouts have arrays with one entry per interval:
 
     rank     rank that stores the interval
     lo, hi   the interval [lo, hi) of the bucket, in elements
@@ -9,7 +9,7 @@ per fused segment of a parameter. A home shard is one interval. Each array of a 
     copy     index of the state's copy
     partial  whether the gradients of a stage's ranks must be summed (PARTIAL) or are equal (REPLICA)
 
-Example: a bucket has w [4, 2], in which q and k have 2 rows each, and a norm n [3]. Ranks 5 and 6 of a stage store:
+Example: a bucket has w [4, 2], with 2 rows each of q and k, and a norm n [3]. Two ranks of a stage store:
 
     rank 5   q [0, 2) at 0   k [4, 6) at 2   n [8, 11) at 4
     rank 6   q [2, 4) at 0   k [6, 8) at 2   n [8, 11) at 4
@@ -34,9 +34,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class GradientKind(Enum):
-    """How to combine the gradients of a stage's ranks."""
-
-    # All ranks' gradients are equal, so any one of them is used
+    # Gradients of all ranks are equal, so any is used
     REPLICA = "replica"
     # The gradients of all ranks are summed
     PARTIAL = "partial"
@@ -44,15 +42,14 @@ class GradientKind(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Assignment of a bucket's elements to ranks: one row per interval, sorted by rank and buffer position.
+    """Assignment of a bucket's elements to ranks: one row per non-empty interval, sorted by rank and buffer position.
 
-    A rank's local buffer is the concatenation of its intervals. Arrays are 1-D, int64 (partial: bool) and read-only.
-    No interval is empty.
+    A rank's buffer is the concatenation of its intervals. Arrays are 1-D, int64 (partial: bool) and read-only.
 
     Attributes:
-        copy: in a layout for forward and backward (`propagation`), the index of the stage. In a home layout, 0 for
-            *first owners*, which sum gradients, and 1 for *second owners*. Each copy has every element.
-        nodes: node of each rank, or -1 if unknown; None if the layout does not depend on nodes.
+        copy: in a `propagation` layout, the stage's index; in a home layout, 0 for *first owners*, which sum gradients,
+            and 1 for *second owners*. Each copy has every element.
+        nodes: node of each rank, or -1 if unknown; None if nodes do not matter.
     """
 
     rank: Ints
@@ -72,7 +69,6 @@ class Layout:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that store elements, ascending."""
         return tuple(np.unique(self.rank).tolist())
 
     def local_size(self, rank: int) -> int:
@@ -89,19 +85,19 @@ class Layout:
         """Return the layout with the rank numbers of a new world, without ranks that left.
 
         Args:
-            before: old number of each new rank; None for a rank that joined.
+            before: old number of each new rank; None if it joined.
         """
         names = {old: new for new, old in enumerate(before) if old is not None}
         rank = np.array([names.get(old, -1) for old in self.rank.tolist()], np.int64)
         row = np.flatnonzero(rank >= 0)
-        # A stable sort keeps each rank's intervals in the order of its buffer.
+        # A stable sort keeps each rank's buffer order.
         row = row[np.argsort(rank[row], kind="stable")]
         places = None if nodes is None else np.array(nodes, np.int64)
         return replace(self._where(row), rank=rank[row], nodes=places)
 
     def within(self, lo: Ints, hi: Ints) -> Layout:
-        """Restrict the layout to disjoint intervals [lo, hi), without changing positions in buffers."""
-        # low, high [rows, intervals]: the intersection of each row with each interval.
+        """Restrict the layout to disjoint intervals, without changing positions in buffers."""
+        # low, high [rows, intervals]: intersections of rows and intervals.
         low = np.maximum(self.lo[:, None], lo)
         high = np.minimum(self.hi[:, None], hi)
         row, which = np.nonzero(low < high)
@@ -112,7 +108,7 @@ class Layout:
 
     @cached_property
     def first(self) -> Layout:
-        """Rows of the first owners, with unchanged positions in buffers."""
+        """Rows of the first owners, at unchanged buffer positions."""
         return self if (self.copy == 0).all() else self._where(self.copy == 0)
 
     @cached_property
@@ -121,8 +117,8 @@ class Layout:
 
     @property
     def missing(self) -> tuple[Ints, Ints]:
-        """Starts and ends of the intervals that no rank stores, ascending."""
-        # end[i]: where the first i intervals end (0 at first). begin[i]: where the next one starts.
+        """Starts and ends of intervals that no rank stores, ascending."""
+        # end[i]: end of the first i intervals (0 at first). begin[i]: start of the next.
         row = np.argsort(self.lo, kind="stable")
         end = np.maximum.accumulate(np.concatenate((np.zeros(1, np.int64), self.hi[row])))
         begin = np.append(self.lo[row], self.size)
@@ -144,15 +140,14 @@ def home(
 ) -> Layout:
     """Make the home layout of a bucket. Each copy has one interval per rank, in the order of `ranks`.
 
-    If shares are equal and the number of ranks divides `size`, all intervals have equal lengths, as native collectives
-    require. Otherwise, boundaries are multiples of `align`, so some ranks may get no elements of a small bucket.
+    If shares are equal and the number of ranks divides `size`, intervals have equal lengths, as native collectives
+    require. Otherwise, boundaries are multiples of `align`, and some ranks may get no elements of a small bucket.
 
     Args:
         ranks: distinct ranks, in any order.
         shares: one number per rank, at least 0 and not all 0, or None for equal shares. With two copies, a node with
             more than half of all shares owns one copy of every element.
-        copies: 1, or 2 to give every element a second owner on another node. With two copies, ranks of two nodes must
-            have shares.
+        copies: 1, or 2 to give every element a second owner on another node. Then ranks of two nodes must have shares.
         nodes: each rank's node, or None if all ranks are on different nodes.
     """
     n = len(ranks)
@@ -163,7 +158,7 @@ def home(
         return _layout(owners, cuts[:-1], cuts[1:], np.zeros(n, np.int64), np.ones(n, bool), size)
     which, lo, hi, copy = _twice(size, weights, range(n) if nodes is None else nodes, align)
     rank = owners[which]
-    # Sort each rank's intervals by element, so that the rank's part of a parameter is contiguous.
+    # Sort each rank's intervals by element, so that its part of a parameter is contiguous.
     row = np.lexsort((lo, rank))
     layout = _layout(rank[row], lo[row], hi[row], copy[row], np.ones(len(row), bool), size)
     if nodes is None:
@@ -177,11 +172,11 @@ def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
     n = len(weights)
     if size % n == 0 and (weights == weights[0]).all():
         return np.arange(n + 1, dtype=np.int64) * (size // n)
-    # Round each boundary separately, so that rounding errors do not accumulate.
+    # Round each boundary, so that errors do not accumulate.
     ideal = size * (np.concatenate(([0.0], np.cumsum(weights))) / weights.sum())
     cuts: Ints = np.minimum(np.rint(ideal / align).astype(np.int64) * align, size)
-    # The last rank with a share also gets the remainder; ranks after it get no elements.
-    # 20 elements for 3 equal ranks, aligned to 8: cuts 0, 8, 16, 20.
+    # The last rank with a share also gets the remainder, and later ranks get no elements. 20
+    # elements, 3 equal ranks, align 8: cuts 0, 8, 16, 20.
     cuts[np.flatnonzero(weights)[-1] + 1 :] = size
     return cuts
 
@@ -189,22 +184,22 @@ def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
 def _twice(
     size: int, weights: npt.NDArray[np.float64], nodes: Sequence[int], align: int
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Split two copies of a bucket into intervals, with the second copy shifted by half a bucket.
+    """Split two copies of a bucket into intervals, the second shifted by half a bucket.
 
-    The ranks of a node are adjacent and together own at most half of a copy, so no node owns an element twice.
+    A node's ranks are adjacent and own at most half of a copy, so no node owns an element twice.
     """
-    # Keep the ranks of a node together, and order nodes by their first ranks.
+    # Keep a node's ranks together; order nodes by first rank.
     first = {node: i for i, node in reversed(list(enumerate(nodes)))}
     order = sorted(range(len(nodes)), key=lambda i: first[nodes[i]])
-    # An inexact sum could exceed half of the total
+    # A rounded sum could exceed half of the total
     exact = [Fraction(float(weights[i])) for i in order]
     total = sum(exact)
     of_node: dict[int, Fraction] = {}
     for i, weight in zip(order, exact, strict=True):
         of_node[nodes[i]] = of_node.get(nodes[i], Fraction(0)) + weight
-    # A node with more than half of the shares gets half of each copy.
+    # A node with over half of the shares gets half of each copy.
     largest = max(of_node, key=lambda node: of_node[node])
-    # The ends of intervals, as fractions of the bucket
+    # Ends of intervals, as fractions of the bucket
     ends = [Fraction(0)]
     for i, weight in zip(order, exact, strict=True):
         if 2 * of_node[largest] <= total:
@@ -219,8 +214,8 @@ def _twice(
         return min(round(at * size / unit) * unit, size) if at < 1 else size
 
     rows = [(i, cut(lo), cut(hi), 0) for i, lo, hi in zip(order, ends, ends[1:], strict=False)]
-    # The second copy is the first moved by half a bucket. An interval that crosses the bucket's end
-    # continues at its beginning, as a second interval.
+    # The second copy is the first, moved by half a bucket. An interval that crosses the bucket's
+    # end is split, and continues at the bucket's beginning.
     half = Fraction(1, 2)
     for i, lo, hi in zip(order, ends, ends[1:], strict=False):
         for begin, end in ((lo + half, min(hi + half, Fraction(1))), (max(lo - half, Fraction(0)), hi - half)):
@@ -238,8 +233,8 @@ def propagation(
     """Return a bucket's layout for forward and backward: every stage has one copy, sharded over its ranks.
 
     Args:
-        stages: ranks of each stage that uses the bucket, in tensor-parallel order; no rank occurs twice.
-        kinds: gradient kind of each replicated parameter, for all stages or per stage; ignored for stages of one rank.
+        stages: ranks of each stage that uses the bucket, in tensor-parallel order, without repetition.
+        kinds: gradient kinds of replicated parameters, for all stages or per stage; ignored for stages of one rank.
 
     Raises:
         ValueError: a replicated parameter has no kind in a stage of several ranks.
@@ -250,14 +245,13 @@ def propagation(
     )
     assert all(stages), f"bucket {bucket.name}: every stage must have a rank"
     kinds_by_stage = [kinds] * len(stages) if isinstance(kinds, Mapping) else kinds
-    # cuts: (partial flag of each parameter, degree) -> stages (copies) that are sharded alike.
+    # cuts: (parameters' partial flags, degree) -> stages (copies) that are sharded alike.
     cuts: dict[tuple[tuple[bool, ...], int], list[int]] = {}
     for copy, (stage, kind) in enumerate(zip(stages, kinds_by_stage, strict=True)):
         cuts.setdefault((_partial(bucket, len(stage), kind), len(stage)), []).append(copy)
     parts = [np.zeros((5, 0), np.int64)]
     for (partial, tp), copies in cuts.items():
-        # Stages that are sharded alike differ only in ranks: each column is broadcast to
-        # [stages, intervals].
+        # Such stages differ only in ranks, so columns are broadcast to [stages, intervals].
         index, lo, hi, flag = _shards(bucket, tp, partial)
         rank = np.array([stages[copy] for copy in copies], np.int64)[:, index]
         rows = (rank, lo, hi, np.array(copies)[:, None], flag)
@@ -273,7 +267,7 @@ def whole(size: int, *ranks: int) -> Layout:
 
 
 def _partial(bucket: Bucket, tp: int, kinds: Mapping[str, GradientKind]) -> tuple[bool, ...]:
-    # In a stage of one rank, all gradients are PARTIAL, so that adjacent intervals are merged.
+    # Gradients of one rank are all PARTIAL, so that adjacent intervals are merged.
     if tp == 1:
         return (True,) * len(bucket.parameters)
     for parameter in bucket.parameters:
@@ -301,7 +295,7 @@ def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: in
     kept = kept[np.argsort(rank[kept], kind="stable")]
     rank, lo, hi, copy = (column[kept] for column in (rank, lo, hi, copy))
     partial = partial[kept]
-    # Merge adjacent rows with equal rank, copy and flag. opens: whether a row begins an interval.
+    # Merge adjacent rows of equal rank, copy and flag. opens: whether a row begins an interval.
     opens = np.ones(len(rank), bool)
     same = (rank[1:] == rank[:-1]) & (copy[1:] == copy[:-1]) & (partial[1:] == partial[:-1])
     opens[1:] = ~same | (lo[1:] != hi[:-1])

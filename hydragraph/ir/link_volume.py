@@ -1,4 +1,4 @@
-"""Number of elements that a link (`ir.link`) sends between ranks, computed without building slices."""
+"""Number of elements that a link sends between ranks, computed without building slices."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import Slices, SourceCells, cells_of, copy, reduce
 from hydragraph.kernels.numba_compiler import compiled
 
-# `_cost` prefers the nearest rank as sender, or the receiver itself
+# Preferred sender in `_cost`: the nearest rank, or the receiver itself
 _NEAREST, _OWN = range(2)
 
 
 def copied(source: Layout, target: Layout, ranks: int) -> Ints:
-    """Return the number of elements that `link.copy(source, target)` sends, as an array [senders, receivers]."""
+    """Return the number of elements that `link.copy` sends, as an array [senders, receivers]."""
     nodes = np.zeros(ranks, np.int64)
     if source.nodes is not None:
-        # -2 means that the node is unknown
+        # -2: unknown node
         nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]
     return _counted(copy, source, target, np.zeros_like(source.copy), nodes, _NEAREST)
 
@@ -39,7 +39,7 @@ def _counted(
     size = source.size
     lines = int(line.max(initial=0)) + 1
     cells = cells_of(source.lo + line * size, source.hi + line * size, lines * size)
-    # at [lines, target rows]: the first cell of each target interval on each line.
+    # at [lines, target rows]: first cell of each target interval.
     at = np.searchsorted(cells.ends, target.lo + size * np.arange(lines)[:, None], "right") - 1
     needed = (target.rank, target.lo, target.hi)
     sent = _sent(source.rank, source.partial, *needed, cells, at, size, target.rank * 1, nodes, way)
@@ -76,8 +76,7 @@ def _sent(
                 holding_rows = cells.rows[cells.first[cell] : cells.first[cell + 1]]
                 if len(holding_rows) == 0:
                     return np.zeros((0, 0), np.int64)
-                # `equal` senders have the lowest cost, and the one with index `turn` is chosen.
-                # Every holder of a partial gradient sends, whatever its cost.
+                # Choose number `turn` of `equal` cheapest. All holders of partial gradients send.
                 best, equal = _cheapest(source_rank, holding_rows, receiver, nodes, way)
                 turn = (turns[item] + cell) % equal
                 for row in holding_rows:

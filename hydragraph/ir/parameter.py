@@ -1,7 +1,7 @@
 """Parameters, their sharding rules, and an order of elements in which shards are intervals.
 
-A parameter's *canonical order* is the order of its elements after its sharded dimension is moved to the front. In
-canonical order, any tensor-parallel shard consists of one interval per fused segment (such as q, k and v).
+A parameter's *canonical order* has the sharded dimension first, so a tensor-parallel shard is one interval per fused
+segment (such as q, k and v).
 
 Example: w [3, 4] fuses two segments of 2 columns each. With two ranks:
 
@@ -32,8 +32,8 @@ class ShardRule:
 
     Attributes:
         segments: number of units of each fused segment, such as `(8, 8, 8)` for q, k and v of eight heads.
-        unit: number of elements along `dim` that must stay together, such as the head size.
-        heads: whether units are attention heads. Ranks that share a head sum the head's gradients.
+        unit: number of elements along `dim` that stay together, such as the head size.
+        heads: whether units are heads. Ranks that share a head sum its gradients.
 
     Raises:
         ValueError: the dimension is negative, or a segment or unit is empty.
@@ -51,7 +51,7 @@ class ShardRule:
             raise ValueError(f"'segments' is {self.segments}, 'unit' is {self.unit}: give positive numbers")
 
     def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
-        """Return the range [a, b) of a segment's units that rank `index` of `tp` stores."""
+        """Return the range [a, b) of a segment's units on rank `index` of `tp`."""
         n = self.segments[segment]
         if self.heads and not shares_heads(n, tp):
             what = f"{n} key/value heads cannot be shared evenly by" if n < tp else f"{n} heads are not divisible by"
@@ -75,7 +75,7 @@ class Parameter:
     """A parameter of the model.
 
     Attributes:
-        name: first name of the parameter in `model.named_parameters()`.
+        name: its first name in `model.named_parameters()`.
         rule: sharding rule, or None if every rank of a stage has the whole parameter.
 
     Raises:
@@ -109,7 +109,6 @@ class Parameter:
 
     @cached_property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -125,7 +124,7 @@ class Parameter:
         if self.rule is None or tp == 1:
             return ((0, self.size),)
         intervals = []
-        # start: first element of the segment. row: elements per entry of the sharded dimension.
+        # start: the segment's first element. row: elements per entry of the sharded dimension.
         start = 0
         row = self._row
         for segment, n in enumerate(self.rule.segments):
@@ -136,7 +135,7 @@ class Parameter:
         return tuple(intervals)
 
     def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
-        """Return the range [a, b) of a segment's units that rank `index` of `tp` stores; raises like `intervals`."""
+        """Return the range of `ShardRule.units`; raises like `intervals`."""
         assert self.rule is not None
         try:
             return self.rule.units(segment, tp, index)
@@ -151,7 +150,7 @@ class Parameter:
         return (*self.shape[: self.rule.dim], length, *self.shape[self.rule.dim + 1 :])
 
     def canonical(self, tensor: Tensor) -> Tensor:
-        """Flatten a tensor or shard in canonical order, with a copy only if necessary."""
+        """Flatten a tensor or shard in canonical order, without a copy if possible."""
         return (tensor.movedim(self.rule.dim, 0) if self.rule else tensor).reshape(-1)
 
     def natural(self, flat: Tensor, tp: int = 1, index: int = 0) -> Tensor:
@@ -167,11 +166,11 @@ class Parameter:
 class Bucket:
     """Parameters whose state is one flat vector, which two ranks exchange in one message.
 
-    A block's own parameters form a bucket. Tied parameters, and parameters without a gradient, have separate buckets.
+    A block's own parameters form a bucket. Tied parameters and parameters without a gradient have other buckets.
 
     Attributes:
         blocks: blocks that use the bucket; may be empty.
-        learns: whether the bucket's parameters are trainable and contribute to the loss.
+        learns: whether the parameters are trainable and contribute to the loss.
     """
 
     name: str
@@ -187,7 +186,6 @@ class Bucket:
 
     @cached_property
     def size(self) -> int:
-        """Number of elements."""
         return sum(p.size for p in self.parameters)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Functions that FX nodes call where a strategy will insert its operations (Hydraulis, section 5.3)."""
+"""Functions that FX nodes call where a strategy inserts operations (Hydraulis, section 5.3)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def _unfilled(name: str) -> NoReturn:
 
 
 def pull(bucket: str) -> Any:
-    """Pull the weights of a bucket (Pull-Parameter)."""
+    """Pull a bucket's weights (Pull-Parameter)."""
     _unfilled("pull")
 
 
 def push(bucket: str, *uses: Any) -> Any:
-    """Push the gradients of a bucket to their owners (Push-Gradient)."""
+    """Push a bucket's gradients to their owners (Push-Gradient)."""
     _unfilled("push")
 
 
@@ -27,8 +27,8 @@ def communicate(value: Any, where: str) -> Any:
     """Mark an activation that a strategy may communicate (Communicate-Activation).
 
     Args:
-        where: "stage" between blocks, where a pipeline stage may end; "enter" before a matrix product that tensor
-            parallelism may shard; "exit" after a product whose partial results are summed over ranks.
+        where: "stage" between blocks; "enter" before a product that tensor parallelism may shard; "exit" after a
+            product whose partial results are summed over ranks.
     """
     _unfilled("communicate")
 

@@ -22,12 +22,12 @@ from hydragraph.private.tracing import hint_of
 class Template:
     """Forward graph shared by structurally equal blocks.
 
-    The graph's placeholders are `parameters`, `buffers` and `inputs`, in this order. The graph has functional
-    operators, a symbolic token count, and `communicate` nodes around parts that tensor parallelism may shard.
+    The graph's placeholders are `parameters`, `buffers` and `inputs`, in this order. It has functional operators, a
+    symbolic token count, and `communicate` nodes around parts that tensor parallelism may shard.
 
     Attributes:
         name: SHA-256 of the graph, in hexadecimal.
-        graph: graph that returns the hidden state, the summed loss (for "head"), or auxiliary values (for "aux").
+        graph: graph that returns the hidden state, the summed loss ("head"), or auxiliary values ("aux").
         parameters: names within the block's module.
         inputs: "hidden", "other.i" (auxiliary values) and fields of the batch.
     """
@@ -47,8 +47,8 @@ class Template:
 
     @cached_property
     def content(self) -> Hashable:
-        """Identity of the template: the graph's digest, the placeholders' names, and the traced sizes."""
-        # Traces may depend on sizes that do not occur in their texts.
+        """Identity: the graph's digest, the placeholders' names, and the traced sizes."""
+        # Traces may depend on sizes that are not in their texts.
         sizes: list[Any] = [size for value in _given(self.graph) for size in value.shape]
         traced = [hint_of(size) for size in sizes if isinstance(size, torch.SymInt)]
         return graph_digest(self.graph), self.parameters, self.buffers, self.inputs, tuple(traced)
@@ -59,7 +59,7 @@ def short(name: str) -> str:
 
 
 def graph_digest(graph: fx.GraphModule) -> str:
-    """Return the SHA-256, in hex, of a graph's text and its placeholders' forms."""
+    """Return the SHA-256 (hex) of a graph's text and its placeholders' forms."""
     signature = [(str(tuple(v.shape)), str(v.dtype)) for v in _given(graph)]
     return hashlib.sha256(graph.code.encode() + repr(signature).encode()).hexdigest()
 
@@ -75,7 +75,7 @@ class Block:
     Attributes:
         name: "embed", "layer.0", ..., "head".
         parameters: names within the model, in the template's order.
-        aux: for each input "other.i", the index of the aux block's output.
+        aux: index of the aux block's output for each input "other.i".
     """
 
     name: str
@@ -90,18 +90,16 @@ class Program:
     """Captured model, independent of devices and strategies.
 
     Attributes:
-        causal: whether labels are the next tokens. Otherwise, sequences must provide labels.
-        blocks: from "embed" to "head".
+        causal: whether labels are the next tokens. Otherwise, sequences provide labels.
         aux: block that computes positions, rotary tables and other parameter-free values on every stage.
-        buckets: in block order; buckets of parameters that no block uses come last.
+        buckets: in block order, then buckets that no block uses.
         heads: numbers of query heads.
         unplaced: token id that gets position -1, such as RoBERTa's padding id.
-        positions: maximum number of tokens in a sequence, and the name of the config setting that limits it.
+        positions: maximum length of a sequence, and the config setting that limits it.
         origin: digest of the model's modules and config.
-        reads: digest of the loss and of values that the loss or the model reads, or "" if unknown.
+        reads: digest of the loss and of values that the loss or the model reads; "" if unknown.
         loss: the loss function, which is not pickled.
-        push_dtype: dtype of gradients sent to their owners.
-        window: maximum number of elements in flight, for pulls and for pushes (None: see `Outline.awaited`).
+        window: maximum number of elements in flight, for pulls and for pushes; None: see `Outline.awaited`.
     """
 
     model: str
@@ -137,16 +135,15 @@ class Program:
 
     @cached_property
     def drops(self) -> bool:
-        """Whether training uses dropout, whose keys are in the batch (`kernels.philox`)."""
+        """Whether training uses dropout, whose keys are in the batch."""
         return any(DROPOUT_KEYS in template.inputs for template in self.templates.values())
 
     def number_of(self, block: Block) -> int:
-        """Return the number that identifies a block in dropout: 1, 2, ... for layers, 0 for other blocks."""
+        """Return a block's number in dropout: 1, 2, ... for layers, 0 for other blocks."""
         return self.outline.index[block.name] % (len(self.blocks) - 1)
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """Distinct names of the blocks' templates."""
         return tuple(dict.fromkeys(block.template for block in self.blocks))
 
     @cached_property
@@ -169,7 +166,7 @@ class Program:
         graph = fx.Graph()
         tokens = graph.placeholder("batch")
         aux = self._call(graph, compute, (self.aux.template, tokens), "aux")
-        # A bucket that several blocks use, such as a tied embedding, is pulled once.
+        # A bucket of several blocks, such as a tied embedding, is pulled once.
         weights: dict[str, fx.Node] = {}
         hidden = tokens
         users = {bucket.name: [] for bucket in self.buckets}
@@ -184,7 +181,7 @@ class Program:
                 users[name].append(hidden)
             if block is not self.blocks[-1]:
                 hidden = self._call(graph, communicate, (hidden, "stage"), f"c_{block.name}")
-        # Gradients are complete in reverse block order, so this is the order of the pushes.
+        # Gradients are complete, and thus pushed, in reverse block order.
         for bucket in (b for b in reversed(self.buckets) if b.learns):
             self._call(graph, push, (bucket.name, *users[bucket.name]), f"G_{bucket.name}")
         graph.output(hidden)
@@ -199,7 +196,7 @@ class Program:
 
 
 def program_text(program: Program) -> str:
-    """Return a text with one line per block, in which T is the token count."""
+    """Return one line per block; T is the token count."""
     size = sum(p.size for p in program.parameters.values())
     learned = sum(p.size for p in program.parameters.values() if p.trainable)
     dtype = str(program.dtype).removeprefix("torch.")

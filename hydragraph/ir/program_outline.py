@@ -12,7 +12,7 @@ from typing import Literal
 from hydragraph.ir.parameter import Bucket
 from hydragraph.ir.value import bucket_of
 
-# "gradients" means "train" without the update. "evaluate" runs only forwards.
+# "gradients" is "train" without the update; "evaluate" runs only forwards.
 Mode = Literal["train", "evaluate", "gradients"]
 
 # "score" computes log-probabilities.
@@ -23,22 +23,22 @@ def mode_of(purpose: Purpose) -> Mode:
     return "evaluate" if purpose == "score" or purpose == "score_entropy" else purpose
 
 
-# Names must not contain characters that separate values in program texts.
+# Names must not contain separators of values in program texts.
 _NAME = re.compile(r"[\w.\-/:]+")
 
 
 @dataclass(frozen=True)
 class Outline:
-    """Model as a chain of named blocks, each with the buckets of weights that it uses.
+    """Model as a chain of named blocks, each with its buckets of weights.
 
     Attributes:
-        blocks: "embed", one block per layer ("layer.0", ...), "head".
+        blocks: "embed", "layer.0", ..., "head".
         buckets: pairs (bucket, blocks that use it).
-        elements: number of elements in each bucket; if empty, every bucket counts as one element.
-        window: maximum number of elements in flight, for pulls and for pushes (None: see `awaited`).
+        elements: number of elements of each bucket; if empty, every bucket counts as one element.
+        window: maximum number of elements in flight, for pulls and for pushes; None: see `awaited`.
 
     Raises:
-        ValueError: fewer than two blocks, a repeated or invalid name, or a bucket without blocks or with an unknown
+        ValueError: fewer than two blocks, an invalid or repeated name, or a bucket without blocks or with an unknown
             block.
     """
 
@@ -98,14 +98,14 @@ class Outline:
     def awaited(self, exchanges: Sequence[str]) -> list[list[str]]:
         """Return the earlier exchanges that must end before each exchange (pull or push) starts.
 
-        At most `window` elements (but at least one bucket) are in flight. If `window` is None, the limit is the largest
-        block's number of elements, doubled unless an exchange is streamed.
+        At most `window` elements, but at least one bucket, are in flight. By default, the limit is the largest block's
+        size, doubled unless an exchange is streamed.
         """
         room = self.window
         if room is None:
             room = self._largest * (1 if any(bucket_of(name) != name for name in exchanges) else 2)
         result = []
-        # Three exchanges of 3 elements with room for 6: the third waits for the first.
+        # Room for 6: of three exchanges of 3 elements, the third waits for the first.
         under_way: deque[str] = deque()
         size = 0
         for exchange in exchanges:
@@ -120,7 +120,7 @@ class Outline:
 
     @cached_property
     def pull_order(self) -> tuple[str, ...]:
-        """Buckets, ordered by the first block that uses each bucket."""
+        """Buckets, ordered by the first block that uses them."""
         first = {name: min(self.index[block] for block in blocks) for name, blocks in self.buckets}
         return tuple(sorted(first, key=first.__getitem__))
 
@@ -132,7 +132,7 @@ class Outline:
 
     @cached_property
     def gradients(self) -> Mapping[str, tuple[str, ...]]:
-        """Each block's buckets that have a gradient, in pull order."""
+        """Each block's buckets with a gradient, in pull order."""
         return {block: tuple(n for n in names if n not in self.frozen) for block, names in self.weights.items()}
 
     @cached_property
@@ -142,7 +142,7 @@ class Outline:
 
     def span(self, first_layer: int, last_layer: int) -> tuple[int, int]:
         """Return the positions [first, last) of a stage's blocks."""
-        # Layer i is the block at position i + 1.
+        # Layer i is block i + 1.
         first = 0 if first_layer == 0 else first_layer + 1
         last = len(self.blocks) if last_layer == self.layers else last_layer + 1
         return first, last

@@ -2,11 +2,9 @@
 
     rank 2 of 4  strategy <tp2,pp1> + <tp1,pp2>@7c1e00  pipeline 1, stage 0: layers 0-1, tp 1 (ranks 2), micro-batches 3
     pull     W.layer.0 = link home -> here                      # comments are ignored
-    compute  h1.0, s.layer.0.0 = forward layer.0 [0] (W.layer.0, h0.0, a.0)   after W.layer.0
 
-The header gives the rank's pipeline and stage. The other lines are instructions (`ir.instruction_text`). The header of
-a shared stage lists all pipelines and their micro-batches. The header of interleaved stages lists all stages and their
-layers.
+Instructions (`ir.instruction_text`) follow the header, which lists all pipelines and micro-batches of a shared stage,
+and all stages and layers of interleaved stages.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ Span = tuple[int, int]  # half-open interval
 
 @dataclass(frozen=True)
 class Role:
-    """A stage's position in a pipeline, and micro-batches, which are numbered across pipelines that share stages."""
+    """A stage's position in a pipeline, and its micro-batches, numbered across pipelines that share stages."""
 
     pipeline: int
     stage: int
@@ -46,9 +44,9 @@ class RankProgram:
 
     Attributes:
         strategy: the strategy's text with its fingerprint.
-        roles: one per pipeline of the stage, or per interleaved stage; empty for an idle rank.
+        roles: one per pipeline of the stage, or per interleaved stage; empty if idle.
         tp: the stage's ranks, in tensor-parallel order.
-        layers: half-open range of layers, for each interleaved stage.
+        layers: half-open range of layers of each interleaved stage.
     """
 
     rank: int
@@ -64,8 +62,8 @@ class RankProgram:
         return tuple(dict.fromkeys(m for role in self.roles for m in role.micro_batches))
 
     def span_of(self, role: Role) -> Span:
-        # Interleaved stages: the n-th role of a pipeline has the n-th range. Pipelines that share a
-        # stage have one role each, and therefore all have the first range.
+        # With interleaved stages, a pipeline's n-th role has the n-th range. Pipelines that share a
+        # stage have one role each, and thus the first range.
         return self.layers[[earlier.pipeline for earlier in self.roles[: self.roles.index(role)]].count(role.pipeline)]
 
     def __str__(self) -> str:
@@ -73,7 +71,6 @@ class RankProgram:
 
     @classmethod
     def parse(cls, text: str) -> RankProgram:
-        """Parse the output of `str`, or raise a ValueError."""
         return parse(text)
 
 
@@ -84,7 +81,7 @@ def to_text(program: RankProgram, comments: Mapping[int, str] | None = None) -> 
         comments: comment for each instruction index.
 
     Raises:
-        ValueError: the strategy's text or a comment has characters that `parse` would misread.
+        ValueError: `parse` would misread the strategy's text or a comment.
     """
     if re.search(r"[#\n\r]", program.strategy) or program.strategy != program.strategy.strip():
         raise ValueError(f"strategy {program.strategy!r}: remove '#', line breaks and surrounding blanks")

@@ -1,7 +1,6 @@
 """Programs of many ranks. Ranks of a *kind* share one body of instructions, and differ only in their peers.
 
-Rank numbers in a body are indices into the list of peers of the rank that runs the body. Example with two stages of two
-ranks each:
+Rank numbers in a body index the peers of the rank that runs it. Example with two stages of two ranks:
 
     body     send h1.0 -> rank 0
     peers    (2) for rank 0, which therefore sends to rank 2; (3) for rank 1
@@ -26,11 +25,11 @@ Peers = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class SharedPrograms(Sequence[RankProgram]):
-    """Programs of all ranks; each program is built on demand.
+    """Programs of all ranks, built on demand.
 
     Attributes:
         bodies: instructions of each kind; ranks of a kind have equal stages, layers, tp and micro-batches.
-        peers: for each rank, the distinct ranks that the rank's body numbers 0, 1, ...
+        peers: for each rank, the ranks that its body numbers 0, 1, ...
     """
 
     headers: tuple[RankProgram, ...]
@@ -61,17 +60,17 @@ class SharedPrograms(Sequence[RankProgram]):
 
     @staticmethod
     def of(programs: Iterable[RankProgram]) -> SharedPrograms:
-        """Group programs into kinds, in the order of each kind's first rank."""
+        """Group programs into kinds, ordered by first rank."""
         if isinstance(programs, SharedPrograms):
             return programs
         return SharedPrograms.gather((replace(p, instructions=()), *numbered(p.instructions)) for p in programs)
 
     @staticmethod
     def gather(found: Iterable[tuple[RankProgram, Body, Peers]]) -> SharedPrograms:
-        """Combine headers, bodies and peers, and merge equal bodies of one kind."""
-        # number: (place, body) -> kind, for equal bodies that are different objects.
+        """Combine headers, bodies and peers, and merge equal bodies of a kind."""
+        # number: (place, body) -> kind, for equal bodies.
         number: dict[Hashable, int] = {}
-        # The key is the identity of a body, so that each body is compared only once.
+        # The key is a body's identity, so that bodies are compared once.
         kind_of: dict[tuple[Hashable, int], int] = {}
         bodies: list[Body] = []
         headers: list[RankProgram] = []
@@ -84,7 +83,7 @@ class SharedPrograms(Sequence[RankProgram]):
                 kind = number.setdefault((place, body), len(bodies))
                 if kind == len(bodies):
                     bodies.append(body)
-                # Ids of bodies that are not kept alive may be reused.
+                # Ids of discarded bodies may be reused.
                 if bodies[kind] is body:
                     kind_of[place, id(body)] = kind
             headers.append(header)
@@ -94,7 +93,7 @@ class SharedPrograms(Sequence[RankProgram]):
 
 
 def numbered(instructions: Sequence[Instruction]) -> tuple[Body, Peers]:
-    """Return instructions with peers numbered by first occurrence, and the peers in the order of numbers."""
+    """Return instructions with peers numbered by first occurrence, and the peers in this order."""
     at = _naming(instructions)
     number: dict[int, int] = {}
     for i in at:

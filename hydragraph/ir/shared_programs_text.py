@@ -1,11 +1,5 @@
-"""Texts of shared programs: one text per kind of program, and a table of ranks.
-
-    program_0.txt   rank R of 8  strategy <tp2,pp2> + ...@7c1e00  pipeline P, stage 0: layers 0-1, tp 2 (ranks T), ...
-                    p2p      send h2.0 -> rank A
-    ranks.txt       rank  kind  P  T    peers
-                    0     0     0  0-1  2
-
-A row of `ranks.txt` gives one rank's R, P, T, A, B, ... in `program_KIND.txt`.
+"""Texts of shared programs: one text per kind, with letters in place of numbers that differ, and a table of ranks
+(`_LEGEND`).
 """
 
 from __future__ import annotations
@@ -71,7 +65,7 @@ def _pattern(program: RankProgram) -> str:
 
 
 def _letters(number: int) -> str:
-    # Like columns of a spreadsheet: 0 is A, 25 is Z, and 26 is AA.
+    # As in spreadsheets: 0 is A, 25 Z, 26 AA.
     letters = ""
     number += 1
     while number:

@@ -1,21 +1,19 @@
-"""Values that a rank's instructions read and write.
+"""Values that a rank's instructions read and write, as strings:
 
-A value is a string of one of these forms:
-
-    text         kind                  meaning
-    h{k}.{m}     ACTIVATION            output of the block at position k, for micro-batch m
-    d{k}.{m}     ACTIVATION_GRADIENT   the loss's gradient with respect to h{k}.{m}
-    s.{block}.{m}  SAVED               values that a block's forward saves for its backward
-    o.{block}.{m}  OFFLOADED           saved values in host memory (`passes.offload`)
-    c.{block}.{m}  COPYING             saved values being copied to host memory
-    f.{block}.{m}  FETCHED             saved values, copied back to the device
-    t.{block}.{m}  POSTPONED           values that the first half of a block's backward passes to the second
-    a.{m}        AUX                   a micro-batch's positions and rotary tables
-    loss.{m}     LOSS                  a micro-batch's summed loss
-    W.{bucket}   WEIGHTS               a bucket's pulled weights
-    G.{bucket}   GRADIENTS             a bucket's gradients, summed over the rank's micro-batches
-    W.{bucket}@{n}, G.{bucket}@{n}     values of the bucket's n-th streamed pull or push (`passes.stream`)
-    {value}>{r}  MESSAGE               an h or d being sent to rank r
+text         kind                  meaning
+h{k}.{m}     ACTIVATION            output of the block at position k, for micro-batch m
+d{k}.{m}     ACTIVATION_GRADIENT   the loss's gradient with respect to h{k}.{m}
+s.{block}.{m}  SAVED               values that a forward saves for its backward
+o.{block}.{m}  OFFLOADED           saved values in host memory (`passes.offload`)
+c.{block}.{m}  COPYING             saved values being copied to host memory
+f.{block}.{m}  FETCHED             saved values, copied back to the device
+t.{block}.{m}  POSTPONED           values that a backward's first half passes to its second
+a.{m}        AUX                   positions and rotary tables
+loss.{m}     LOSS                  summed loss
+W.{bucket}   WEIGHTS               pulled weights
+G.{bucket}   GRADIENTS             gradients, summed over the rank's micro-batches
+W.{bucket}@{n}, G.{bucket}@{n}     values of the bucket's n-th streamed pull or push (`passes.stream`)
+{value}>{r}  MESSAGE               an h or d being sent to rank r
 """
 
 from __future__ import annotations
@@ -44,10 +42,10 @@ class ValueKind(Enum):
 
 
 class Value(str):
-    """A value's text, with the text's parts as attributes ("" or -1 for parts that the kind does not have).
+    """A value's text, with its parts as attributes ("" or -1 if the kind does not have the part).
 
     Attributes:
-        micro_batch: number of the micro-batch, counted within the pipeline or over all pipelines that share stages.
+        micro_batch: number within the pipeline, or within all pipelines that share stages.
     """
 
     __slots__ = ("block", "bucket", "exchange", "kind", "micro_batch", "peer", "position")
@@ -84,7 +82,7 @@ class Value(str):
 
 
 def streamed(bucket: str, turn: int) -> str:
-    """Return the name of a streamed pull or push, whose index among the bucket's pulls or pushes is `turn`."""
+    """Return the name of a bucket's streamed pull or push number `turn`."""
     return f"{bucket}@{turn}"
 
 

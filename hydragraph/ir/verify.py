@@ -33,8 +33,6 @@ from hydragraph.ir.value import (
 
 
 class VerificationError(ValueError):
-    """Raised for a rank program that breaks a rule."""
-
     def __init__(self, what: str, rank: int, index: int | None = None, instruction: str = "") -> None:
         at = "" if index is None else f", instruction {index} `{instruction}`"
         super().__init__(f"rank {rank}{at}: {what}")
@@ -47,8 +45,8 @@ class _Site:
     """Blocks and neighbors of a rank, from the programs' headers.
 
     Attributes:
-        blocks: positions of the blocks of each interleaved stage.
-        neighbours: ranks of the previous and the next stage, by (micro-batch, index in `blocks`).
+        blocks: block positions of each interleaved stage.
+        neighbours: ranks of the previous and next stage, by (micro-batch, index in `blocks`).
     """
 
     blocks: tuple[range, ...]
@@ -63,7 +61,7 @@ def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "trai
     """
     shared = SharedPrograms.of(programs)
     sites = _sites(shared.headers, outline)
-    # Check one rank per kind: ranks of a kind differ only in peers, and only checks of messages read peers.
+    # One rank per kind suffices: others differ only in peers, which only checks of messages read.
     firsts = {_alike(shared, rank): rank for rank in reversed(range(len(shared)))}
     ones = [(shared[rank], sites[rank]) for rank in sorted(firsts.values())]
     for program, site in ones:
@@ -92,7 +90,7 @@ def _line(instruction: Instruction) -> str:
 
 
 def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ...]:
-    # pipelines[pipeline][stage]: the program of the stage's first rank, which represents the stage.
+    # pipelines[pipeline][stage]: program of the stage's first rank.
     pipelines: dict[int, dict[int, RankProgram]] = defaultdict(dict)
     for rank, program in enumerate(programs):
         visits = Counter(role.pipeline for role in program.roles)
@@ -124,7 +122,7 @@ def _place(program: RankProgram) -> tuple[object, ...]:
 def _check_pipeline(
     pipeline: int, stages: Mapping[int, RankProgram], programs: Sequence[RankProgram], outline: Outline
 ) -> None:
-    # layer: first layer that no stage has covered so far.
+    # layer: first layer not covered so far.
     layer = 0
     stage, program = next(iter(stages.items()))
     runs = _role(program, pipeline, stage).micro_batches
@@ -166,8 +164,8 @@ def _site(program: RankProgram, pipelines: Mapping[int, Mapping[int, RankProgram
 
 
 def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode) -> None:
-    # halved: blocks and micro-batches whose backward has two halves. missing: work of this rank
-    # that no instruction has done yet -> the values that it must read and write.
+    # halved: blocks and micro-batches whose backward has two halves. missing: work that no
+    # instruction has done yet -> values to read and write.
     halved = {
         (backward.target, backward.micro_batch)
         for _, backward in _of(program, Op.BACKWARD)
@@ -254,9 +252,9 @@ def _work(
 
 
 def _check_values(program: RankProgram) -> None:
-    """Check that values are complete before use, awaited if written on another stream, and freed after last use."""
-    # alive: value -> instruction that wrote it. pushed, freed, last: value -> index of its push, of
-    # its free, and of its last use.
+    """Check that values are complete before use, awaited across streams, and freed after last use."""
+    # alive: value -> instruction that wrote it. pushed, freed, last: value -> index of its push,
+    # free and last use.
     pushed: dict[Value, int] = {}
     alive: dict[Value, Instruction] = {}
     freed: dict[Value, int] = {}
@@ -272,7 +270,7 @@ def _check_values(program: RankProgram) -> None:
                 raise _fail(program, index, f"{value} is {'freed' if instruction.op is Op.FREE else 'read'}, but {why}")
             last[value] = index
         needed = waits(instruction, {value: alive[value].stream for value in instruction.reads})
-        # Pulls and pushes may also wait for earlier exchanges, which `_check_window` checks.
+        # Pulls and pushes may also wait for earlier exchanges (`_check_window`).
         after = [value for value in instruction.after if value in needed or instruction.op not in (Op.PULL, Op.PUSH)]
         if set(after) != set(needed) or len(after) != len(needed):
             expected = ", ".join(sorted(needed)) or "nothing"
@@ -300,7 +298,7 @@ def _check_values(program: RankProgram) -> None:
 
 def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline, mode: Mode) -> None:
     for op, kind in ((Op.PULL, ValueKind.WEIGHTS), (Op.PUSH, ValueKind.GRADIENTS)):
-        # mine: exchanges whose values a rank's computations use. used: exchanges of any rank.
+        # mine: exchanges whose values a rank's computations use. used: of all ranks.
         mine = [_named(program, kind) for program, _ in ones]
         used = frozenset().union(*mine)
         for (program, _), own in zip(ones, mine, strict=True):
@@ -308,7 +306,7 @@ def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline
             _check_window(program, outline, op)
     for program, _ in ones:
         _check_end(program, mode)
-    # Communicators match pulls, and pushes, by their order, so all ranks must use the same order.
+    # Communicators match pulls, and pushes, by order, so it must be equal on all ranks.
     for op in (Op.PULL, Op.PUSH):
         expected = [instruction.target for _, instruction in _of(ones[0][0], op)]
         for program, _ in ones[1:]:
@@ -386,9 +384,9 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
 
 
 def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> None:
-    """Check that only neighbors exchange messages, with the same values in the same order on both ends."""
-    # (sender, receiver) -> (index of the instruction, value), in program order. Messages between
-    # two ranks arrive in order, so the n-th send must match the n-th receive.
+    """Check that only neighbors exchange messages, with equal values and order on both ends."""
+    # (sender, receiver) -> (instruction index, value), in program order. Messages between two ranks
+    # arrive in order: the n-th send must match the n-th receive.
     sends: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     receives: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     for program, site in zip(programs, sites, strict=True):
@@ -415,7 +413,8 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
     if len(values) != 1 or (instruction.op is Op.RECEIVE and instruction.reads):
         raise _fail(program, index, f"a {instruction.op.value} must have exactly one value")
     (value,) = values
-    # A stage receives activations before its first block and sends them after its last. Gradients move in reverse.
+    # A stage receives activations before its first block and sends them after its last; gradients
+    # move in reverse.
     peers: tuple[int, ...] = ()
     for visit, blocks in enumerate(site.blocks):
         before, last = blocks.start - 1, blocks.stop - 1

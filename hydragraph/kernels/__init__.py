@@ -1,1 +1,1 @@
-"""Kernels, each with a reference in plain PyTorch, and the Triton and numba compilers."""
+"""Kernels with references in plain PyTorch, and the Triton and numba compilers."""

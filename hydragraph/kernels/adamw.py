@@ -1,6 +1,6 @@
 """AdamW for flat fp32 shards and the 16-bit copies sent to other ranks, in one pass over memory.
 
-The operations are in the order of `torch.optim.AdamW` (Loshchilov & Hutter, 2019):
+Operations are in the order of `torch.optim.AdamW` (Loshchilov & Hutter, 2019):
     w <- w (1 - lr decay);  m <- m + (1 - b1) (g - m);  s <- b2 s + (1 - b2) g^2
     w <- w - lr / (1 - b1^t) m / (sqrt(s) / sqrt(1 - b2^t) + eps)
 """
@@ -69,14 +69,13 @@ class AdamWSettings:
 
     @property
     def torch_options(self) -> dict[str, Any]:
-        """Arguments of PyTorch's AdamW."""
         first, second = self.betas
         decay = self.weight_decay
         options = {"lr": self.lr, "beta1": first, "beta2": second, "weight_decay": decay, "eps": self.eps}
         return {**options, "amsgrad": False, "maximize": self.maximize}
 
     def numbers(self, step: int) -> tuple[float, ...]:
-        """Return the kernel's scalar arguments for a step, counted from 1."""
+        """Return the kernel's scalars for a step, counted from 1."""
         first, second = self.betas
         size = self.lr / (1 - first**step)
         root = (1 - second**step) ** 0.5
@@ -85,7 +84,7 @@ class AdamWSettings:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One flat parameter with its AdamW state: contiguous 1-D tensors of equal length, fp32 except `copy`."""
+    """Flat parameter and its AdamW state: contiguous 1-D tensors of equal length, fp32 except `copy`."""
 
     weight: Tensor
     gradient: Tensor
@@ -99,13 +98,12 @@ class Shard:
         return kept if self.copy is None else [*kept, self.copy]
 
     def part(self, low: int, high: int) -> Shard:
-        """Return views of the elements [low, high)."""
         weight, gradient, moment, square, *copy = (x[low:high] for x in self.tensors())
         return Shard(weight, gradient, moment, square, copy[0] if copy else None, self.step)
 
 
 def update(shards: Sequence[Shard], settings: AdamWSettings) -> None:
-    """Apply one AdamW step in place to weights, moments, squares and copies.
+    """Apply one AdamW step in place.
 
     Raises:
         Unsupported: a tensor is not flat, contiguous and fp32 (copies: bf16 or fp16), or devices differ.
@@ -124,10 +122,10 @@ def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     """Run PyTorch's fused CPU operator so that a weight's result does not depend on its position in a shard.
 
-    The operator rounds a vector's last size % 16 elements differently. These elements of all shards with equal step
-    counts are therefore joined and padded.
+    The operator rounds a vector's last size % 16 elements differently, so these elements of all shards with equal step
+    counts are joined and padded.
     """
-    # bodies: multiples of 16 elements. tails: the rest of each shard.
+    # bodies: multiples of 16 elements; tails: the rest of each shard.
     bodies: list[Shard] = []
     tails: list[Shard] = []
     for shard in shards:
@@ -143,7 +141,7 @@ def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     for step in {tail.step for tail in tails}:
         ends = [tail for tail in tails if tail.step == step]
         sizes = [tail.weight.numel() for tail in ends]
-        # With padding, joined tails are multiples of 16. Updated values are copied back.
+        # Padding makes joined tails multiples of 16.
         joined = [F.pad(torch.cat(column), (0, -sum(sizes) % UNIT)) for column in _columns(ends)]
         weight, gradient, moment, square = joined
         _fused([Shard(weight, gradient, moment, square, None, step)], settings)
@@ -177,7 +175,7 @@ def _columns(shards: Sequence[Shard]) -> list[list[Tensor]]:
 
 
 def runs(shards: Sequence[Shard]) -> list[tuple[int, Shard]]:
-    """Join shards that have equal step counts and are adjacent in the same storages.
+    """Join shards with equal step counts that are adjacent in the same storages.
 
     Returns:
         (index of the first shard, joined shard) pairs, without empty shards.
@@ -199,7 +197,7 @@ def launch(shard: Shard, settings: AdamWSettings) -> None:
     body = size // UNIT * UNIT
     constants = {"MAXIMIZE": settings.maximize, "COPY": shard.copy is not None, "BLOCK": _BLOCK}
     # The first launch has a multiple of 16 elements, for wide accesses. Without copies, the kernel
-    # gets another tensor in their place, which it does not write.
+    # gets another tensor, but does not write it.
     for low, high in ((0, body), (body, size)):
         if low < high:
             parts = shard.part(low, high).tensors()
@@ -219,12 +217,11 @@ def variants() -> Iterator[KernelVariant]:
 
 @dataclass(eq=False)
 class _Prepared:
-    """Joined shards of a parameter group, which the next step reuses if the group's tensors are the same.
+    """Joined shards of a parameter group, reused while its tensors are the same.
 
     Attributes:
         marks: addresses and shapes that identify the tensors.
-        next: step counts that the next step must have to reuse `runs`.
-        runs: joined shards, each with the index of its first parameter.
+        next: step counts that the next step needs to reuse `runs`.
     """
 
     marks: list[tuple[Any, ...]]
@@ -299,7 +296,7 @@ class AdamW(torch.optim.AdamW):
         else:
             torch.ops.aten._foreach_add_.Scalar(steps, 1)
         values = [step.item() for step in steps]
-        # Joining shards is slow, so it is done again only if tensors or step counts have changed.
+        # Joining is slow, so it is repeated only if tensors or step counts have changed.
         prepared = self._prepared.get(number)
         if prepared is None or prepared.next != values or prepared.marks != marks:
             shards = [self._shard(p, int(value)) for p, value in zip(learning, values, strict=True)]

@@ -1,7 +1,6 @@
 """Backends of `varlen_attention`, chosen by device, dtype and settings, or forced by name.
 
-Shapes are as in `varlen_attention`. All backends save the same log-sum-exp, so any backend can run another backend's
-backward.
+Shapes are as in `varlen_attention`. All backends save the same log-sum-exp, so any backend can run another's backward.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class AttentionCall:
     """Sequences and settings of a call.
 
     Attributes:
-        starts: [N + 1], the start of each sequence, then the number of tokens.
+        starts: [N + 1], each sequence's start, then the number of tokens.
         longest: length of the longest sequence, 0-d int64 on the CPU; 0 if unknown.
     """
 
@@ -58,10 +57,10 @@ class Backend(Protocol):
         """Return why the call is not supported, or None."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """Return the output [T, Hq, D] and the natural log-sum-exp [T, Hq] in fp32 (fp64 for fp64 q), contiguous."""
+        """Return the output [T, Hq, D] and the natural log-sum-exp [T, Hq] (fp32, or fp64 for fp64 q), contiguous."""
 
     def backward(self, grad: Tensor, saved: Sequence[Tensor], call: AttentionCall) -> Gradients:
-        """Return the gradients of q, k and v; `saved` is q, k, v, output, log-sum-exp."""
+        """Return the gradients of q, k, v; `saved` is q, k, v, output, log-sum-exp."""
 
 
 @contextmanager
@@ -88,7 +87,7 @@ def forced() -> str | None:
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Backend:
-    """Return the forced backend, or the first backend that accepts the call; raise Unsupported if none does."""
+    """Return the forced backend, or the first that accepts the call; raise Unsupported if none does."""
     name = _forced.get()
     names = (name,) if name else ("loop",) if q.device.type == "cpu" else ("flash_attn", "torch", "triton")
     refusals: list[str] = []
@@ -122,7 +121,7 @@ def _announce(name: str, device: str, was_forced: bool, refusals: tuple[str, ...
 
 
 class _Flash(ABC):
-    """Base of backends whose flash kernels take int32 bounds and return a log-sum-exp [Hq, T]."""
+    """Base of backends whose kernels take int32 bounds and return a log-sum-exp [Hq, T]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._forward((_dense(q), _dense(k), _dense(v), *_sizes(call)), call.settings)
@@ -186,7 +185,7 @@ class _TorchFlash(_Flash):
         return outputs
 
     def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], settings: AttentionSettings) -> Gradients:
-        # Without dropout, the kernel does not use the random state.
+        # Only dropout uses the random state.
         state = torch.zeros(2, dtype=torch.uint64, device=tensors[0].device)
         unused = torch.empty(0, device=tensors[0].device)
         dq, dk, dv = aten._flash_attention_backward(
@@ -227,7 +226,7 @@ class _Loop:
         group = q.shape[1] // k.shape[1]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=wide_dtype(q.dtype))
-        # n sequences of equal length share a call. Their tokens are [a, b).
+        # n sequences of equal length, with tokens [a, b), share a call.
         for a, b, n in runs(call.starts):
             inputs = _heads_first(q[a:b], n), _heads_first(k[a:b], n, group), _heads_first(v[a:b], n, group)
             if _needs_tiles(settings, (b - a) // n):
@@ -272,7 +271,7 @@ def spans(starts: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def runs(starts: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, number of sequences) for every run of consecutive, equally long sequences."""
+    """Yield (begin, end, number of sequences) of consecutive, equally long sequences."""
     for _, run in groupby(spans(starts), key=lambda span: span[1] - span[0]):
         sequences = list(run)
         yield sequences[0][0], sequences[-1][1], len(sequences)
@@ -309,7 +308,7 @@ def _needs_tiles(settings: AttentionSettings, length: int) -> bool:
 
 def _sizes(call: AttentionCall) -> tuple[Any, ...]:
     bounds = call.starts.to(torch.int32)
-    # Reading the result of `max` makes the host wait for the device.
+    # Reading `max` makes the host wait for the device.
     most = int(call.longest) or int(call.starts.diff().max())
     return bounds, bounds, most, most, 0.0
 

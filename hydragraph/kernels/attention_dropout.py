@@ -1,7 +1,6 @@
 """Attention over packed sequences with dropout of attention probabilities, in plain PyTorch.
 
-The mask is drawn as in `hydragraph.kernels.dropout`. Queries are tokens, and pairs of a head and a key position are
-features.
+Masks are drawn as in `hydragraph.kernels.dropout`: queries are tokens, and (head, key position) pairs are features.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hydragraph.kernels.attention_backends import spans
 from hydragraph.kernels.new_tensors import contiguous_like, widened
 from hydragraph.kernels.philox import call_word, threshold, words
 
-# Number of bits in a feature index that store the key position
+# Bits of a feature index that store the key position
 _POSITIONS = 24
 
 
@@ -26,8 +25,8 @@ def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Te
     """Return each probability's factor, [heads, L, length] fp32: 0 if dropped, 1 / (1 - p) if kept, 1 without dropout.
 
     Args:
-        keys: dropout keys of the L queries, [L, 2].
-        heads: indices of the heads, ascending, [heads] int64.
+        keys: dropout keys of L queries, [L, 2].
+        heads: ascending head indices, [heads] int64.
     """
     if length > 1 << _POSITIONS or int(heads[-1]) >= 1 << 10:
         raise Unsupported(
@@ -35,7 +34,7 @@ def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Te
             where="varlen_attention",
             remedy="set the config's attention dropout to 0, or truncate sequences",
         )
-    # Feature: the head's number in the high bits, the key's position in the low 24 bits.
+    # Feature: the head in the high bits, the key's position in the low 24 bits.
     features = ((heads << _POSITIONS)[:, None] + torch.arange(length, device=heads.device)).flatten()
     kept = words(keys, features, call).view(len(keys), len(heads), length).transpose(0, 1) >= threshold(p)
     factor = kept.float() * (1 / (1 - p) if p < 1 else 0.0)
@@ -44,7 +43,7 @@ def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Te
 
 @dataclass(frozen=True)
 class _Head:
-    """One head of a sequence of L tokens; `softmax` and `factor` are [L, L]."""
+    """A head of a sequence of L tokens; `softmax` and `factor` are [L, L]."""
 
     rows: slice
     query: int
@@ -76,7 +75,7 @@ def _forward(
     """Compute attention with dropout; `keys`, `block` and `call` are as in `hydragraph::dropout`.
 
     Args:
-        first: index of this rank's first head, times `unit`, 0-d int64 on the CPU; None: this rank has all heads.
+        first: this rank's first head, times `unit`, 0-d int64 on the CPU; None: all heads.
     """
     if keys is None or block is None:
         raise AssertionError("hydragraph::attention_dropout needs dropout keys, except while tracing")

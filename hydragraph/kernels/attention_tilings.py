@@ -33,15 +33,15 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Tilings:
-    """Tilings of the forward kernel and of the backward kernels over queries and over keys."""
+    """Tilings of the forward kernel and both backward kernels."""
 
     forward: Tiling
     queries: Tiling
     keys: Tiling
 
 
-# For each padded head size, tilings that neither spill registers nor exceed the shared memory: 227 KB on Hopper and
-# Blackwell data center GPUs, at least 99 KB on other GPUs since Ampere.
+# For each padded head size, tilings that neither spill registers nor exceed shared memory: 227 KB on Hopper and
+# Blackwell data center GPUs, at least 99 KB on others since Ampere.
 _HOPPER = {
     64: Tilings(Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 2), Tiling(64, 128, 8, 2)),
     128: Tilings(Tiling(128, 128, 8, 2), Tiling(128, 64, 8, 2), Tiling(32, 128, 8, 2)),
@@ -65,7 +65,7 @@ INTERPRETED = Tilings(Tiling(32, 32, 4, 1), Tiling(32, 16, 4, 1), Tiling(16, 32,
 
 
 def tilings(dtype: torch.dtype, capability: tuple[int, int], plain: bool) -> Mapping[int, Tilings]:
-    """Return the tilings for each padded head size; `plain` means without window and cap."""
+    """Return the tilings of each padded head size; `plain` means without window and cap."""
     if dtype == torch.float32:
         return _ANY_FP32 if plain else _ANY_FP32_LIMITED
     return _HOPPER if plain and (9, 0) <= capability < (12, 0) else _ANY

@@ -32,7 +32,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor)
         x: [T, C], T tokens of C channels.
         weight: [C, K]; its last column multiplies the token itself.
         bias: [C].
-        cu_seqlens: [N + 1], the start of each sequence, then T.
+        cu_seqlens: [N + 1].
     """
     tokens, taps = x.shape[0], weight.shape[1]
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)

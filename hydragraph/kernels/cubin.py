@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ThreadResources:
-    """Resources per thread; if the kernel has no local arrays, the stack contains only spilled registers."""
+    """Resources per thread; without local arrays, the stack holds only spilled registers."""
 
     registers: int
     stack_bytes: int

@@ -1,8 +1,8 @@
 """Dropout whose masks do not depend on the strategy, because each element has its own random word.
 
-A word is a function of (seed, step, call in the model, sequence in the mini-batch, position, feature), so all ranks,
-packings, recomputations and resumed runs draw the same mask (`hydragraph.kernels.philox`). An input x has T tokens
-along one dimension; other dimensions are features.
+A word is a function of (seed, step, call in the model, sequence in the mini-batch, position, feature), so ranks,
+packings, recomputations and resumed runs draw the same mask (`kernels.philox`). Inputs have T tokens along one
+dimension; other dimensions are features.
 """
 
 # Triton compiles functions without annotations.
@@ -70,8 +70,8 @@ def _drop(
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     here = (row < tokens) & (column < features)
-    # at: offset in x, which is [features before, tokens, after]. feature: number of the column in
-    # the whole value: this rank has `part` of every `whole` features.
+    # at: offset in x [features before, tokens, after]. feature: the column's number in the whole
+    # value; this rank has `part` of every `whole` features.
     at = column // after * (tokens * after) + row * after + column % after
     feature = column // part * whole + first + column % part
     key = tl.load(keys + 2 * row, mask=row < tokens, other=0)
@@ -125,10 +125,10 @@ def _dropout(
     x: Tensor, keys: Tensor | None, block: Tensor | None, first: Tensor | None,
     p: float, call: int, token_dim: int, dim: int, whole: int, scale: int,
 ) -> Tensor:  # fmt: skip
-    """Drop elements of x with probability p, and divide other elements by 1 - p.
+    """Drop elements of x with probability p, and divide others by 1 - p.
 
     Args:
-        keys: dropout keys of the tokens, [1, T, 2] int64; None only while a model is traced.
+        keys: dropout keys of the tokens, [1, T, 2] int64; None only while tracing.
         block: number of the model's block, 0-d int64 on the CPU.
         first: start of this rank's shard of dimension `dim`, times `scale`, 0-d int64 on the CPU; None: unsharded.
         whole: size of dimension `dim` on all ranks.

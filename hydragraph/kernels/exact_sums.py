@@ -1,10 +1,9 @@
-"""Order-independent sums: each number is split into multiples of powers of two, and the multiples are summed exactly.
+"""Order-independent sums: numbers are split into multiples of powers of two, which are summed exactly.
 
     x = high + low + rest        high: multiple of 2^-24, low: multiple of 2^-62, rest: dropped
 
-A float64 sum of multiples of 2^-24 is exact below 2^29. A float32 above 2^-38 is represented exactly; a smaller number
-has an error below 2^-62. The method is the binned sum of Demmel and Nguyen ("Fast reproducible floating-point
-summation", 2013).
+A float64 sum of multiples of 2^-24 is exact below 2^29. A float32 above 2^-38 is exact; a smaller one has an error
+below 2^-62. See the binned sum of Demmel and Nguyen ("Fast reproducible floating-point summation", 2013).
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ LOSS_GRIDS = (2.0**-16, 2.0**-54)
 # Large enough for 2^34 squares of at most 1
 SQUARE_GRIDS = (2.0**-19, 2.0**-39, 2.0**-59)
 
-# Number of elements that fit in a core's cache
+# Elements that fit in a core's cache
 _RUN = 2**15
 _RUN_DEVICE = 2**24
 
 
 def _shift(grid: float) -> float:
-    """Return a number s such that (x + s) - s is x rounded to a multiple of `grid`."""
+    """Return s such that (x + s) - s is x rounded to a multiple of `grid`."""
     return 1.5 * 2.0**52 * grid
 
 
@@ -40,10 +39,10 @@ def add(parts: Sequence[Tensor], values: Tensor) -> Tensor:
 
     Args:
         parts: one sum per grid of `GRIDS`, 1-D float64.
-        values: 1-D float32; each sum may have at most MOST summands over all ranks.
+        values: 1-D float32, at most MOST summands per sum over all ranks.
 
     Returns:
-        0-d upper bound of the absolute values; sums are exact if this bound is at most LARGEST.
+        0-d upper bound of the absolute values; sums are exact if it is at most LARGEST.
     """
     high, low = parts
     first, second = map(_shift, GRIDS)
@@ -53,10 +52,10 @@ def add(parts: Sequence[Tensor], values: Tensor) -> Tensor:
     for at in range(0, len(values), run):
         here = values[at : at + run]
         size = len(here)
-        # The norm of these values bounds each of them.
+        # The norm bounds each value.
         bound = torch.maximum(bound, torch.dot(here, here))
         rest[:size].copy_(here)
-        # (x + s) - s rounds x to the grid. The difference is rounded to the next grid.
+        # (x + s) - s rounds x to the grid; the next grid gets the difference.
         torch.add(rest[:size], first, out=rounded[:size]).sub_(first)
         high[at : at + size].add_(rounded[:size])
         low[at : at + size].add_(rest[:size].sub_(rounded[:size]).add_(second).sub_(second))
@@ -70,7 +69,7 @@ def joined(parts: Sequence[Tensor], into: Tensor) -> Tensor:
 
 
 def split(value: Tensor, grids: Sequence[float]) -> Tensor:
-    """Split a 0-d number into multiples of the grids; return [len(grids)] float64."""
+    """Split a 0-d number into multiples of the grids, [len(grids)] float64."""
     rest = value.double()
     parts = []
     for grid in grids:
@@ -91,9 +90,9 @@ def scale_of(largest: float) -> float:
 
 
 def squares(vectors: Sequence[Tensor], scale: float, device: torch.device) -> Tensor:
-    """Return the sum of (scale x)^2 over all elements as parts [3], float64; part i is a multiple of SQUARE_GRIDS[i].
+    """Return the sum of all (scale x)^2 as parts [3], float64; part i is a multiple of SQUARE_GRIDS[i].
 
-    If all scaled elements are below 1, results of several calls add up exactly to the result of one call.
+    If scaled elements are below 1, results of several calls add up exactly.
     """
     total = torch.zeros(len(SQUARE_GRIDS), dtype=torch.float64, device=device)
     run = _RUN if device.type == "cpu" else _RUN_DEVICE

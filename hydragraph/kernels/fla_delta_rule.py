@@ -26,7 +26,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients, in the inputs' dtypes."""
     leaves = [x.unsqueeze(0).detach().requires_grad_() for x in (q, k, v, g, beta)]
     with torch.enable_grad():
         out = _apply(leaves, cu_seqlens)

@@ -4,13 +4,13 @@ With keys and queries of unit norm, a head's state S [K, V] starts at zero in ev
 
     S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T,      o_t = S_t^T q_t / sqrt(K)
 
-(Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024). Chunks of 64 tokens are computed with matrix products. With
-e_i = exp(g_1 + ... + g_i), D_ij = e_i / e_j if j <= i, else 0, S the state before n tokens, and W the values written,
+(Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024). Chunks of 64 tokens use matrix products. With e_i = exp(g_1
++ ... + g_i), D_ij = e_i / e_j if j <= i, else 0, S the state before n tokens, and W the values written,
 
     (1 + strictly_lower(beta K K^T * D)) W = beta (V - e K S)
     O = e Q S + (Q K^T * D) W,      next S = e_n S + (e_n / e K)^T W
 
-The backward recomputes the states before each chunk, and proceeds from the last chunk to the first.
+The backward recomputes the states before each chunk, and visits chunks in reverse order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hydragraph.kernels import fla_delta_rule
 from hydragraph.kernels.new_tensors import contiguous_like, widened
 
 CHUNK = 64  # tokens
-# Small number that is added to squared lengths
+# Added to squared lengths
 EPSILON = 1e-6
 
 
@@ -84,7 +84,7 @@ class _Chunk:
         logs = g.cumsum(-1)
         rate = beta.unsqueeze(-1)
         later = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
-        # D is exp of a difference: a quotient of exponentials could be 0 / 0 after strong decay.
+        # A quotient of exponentials could be 0 / 0 after strong decay.
         decays = (logs.unsqueeze(-1) - logs.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
         system = (rate * (k @ k.mT) * decays).tril(-1)
         left = (logs[:, -1:] - logs).exp().unsqueeze(-1)
@@ -115,9 +115,8 @@ class _Chunk:
         dsystem = -(dright_side @ written.mT).tril(-1)
         dpairs = (dout @ written.mT).tril()
         dkeys = self.rate * self.decays * dsystem
-        # K is both factors of K K^T.
         dkeys = dkeys + dkeys.mT
-        # The right side of the system is R = beta (V - e K S).
+        # The system's right side is R = beta (V - e K S).
         dv = self.rate * dright_side
         dread, drecalled = self.since * dout, -self.since * dv
         dleft = (written @ dnext.mT) * self.k
@@ -157,11 +156,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta
 
 @torch.library.custom_op("hydragraph::gated_delta_rule", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Compute the gated delta rule within each sequence; return [T, H, V], in the dtype of v.
+    """Compute the gated delta rule; return [T, H, V], in the dtype of v.
 
     Args:
         q, k: [T, Hk, K]; the operator normalizes them.
-        v: [T, H, V]; each key head serves H / Hk consecutive value heads.
+        v: [T, H, V]; a key head serves H / Hk consecutive value heads.
         cu_seqlens: [N + 1].
         g: logarithms of the decays [T, H], at most 0.
         beta: rates of the updates [T, H].
@@ -177,7 +176,7 @@ def backward(
     dout = widened(grad).transpose(0, 1)
     head_gradients = [torch.zeros_like(x) for x in (heads.q, heads.k, heads.v, heads.g, heads.beta)]
     for rows_of in _chunks(cu_seqlens):
-        # states: the state before each chunk. after: gradient of the state after a chunk.
+        # states: before each chunk. after: gradient of the state after a chunk.
         states = [heads.start()]
         for rows in rows_of[:-1]:
             chunk = heads.chunk(rows)

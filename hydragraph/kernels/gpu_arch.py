@@ -10,7 +10,7 @@ class GpuArch:
     """Architecture of an NVIDIA GPU.
 
     Attributes:
-        gpu: name that the driver gives to the GPU with these specifications.
+        gpu: the driver's name for the GPU with these specifications.
         shared_bytes: maximum shared memory per thread block.
         flops_per_s: speed of dense bf16 matrix products.
         link_bytes_per_s: bandwidth of NVLink in each direction.
@@ -32,7 +32,7 @@ class GpuArch:
         return divmod(int(self.name.removeprefix("sm_")), 10)
 
 
-# From datasheets; shared memory is from the CUDA C programming guide, "Compute Capabilities".
+# From datasheets; shared memory from the CUDA C programming guide, "Compute Capabilities".
 ARCHS = {
     arch.name: arch
     for arch in (

@@ -1,10 +1,9 @@
 """Logits of the output head and their loss, computed in chunks of tokens, without a [T, V] tensor.
 
-A chunk's logits are reduced to a loss and overwritten by their gradient, from which the gradients of the hidden states
-and of the head are computed (Liger-Kernel, Hsu et al., 2024; Cut Cross-Entropy, Wijmans et al., 2024).
-
-If the vocabulary is sharded, a rank has the rows [first, first + V) of the head, and `exchange` combines the ranks'
-statistics. For a token's logits z, with label smoothing s over N classes:
+A chunk's logits are reduced to a loss and overwritten by their gradient, from which the gradients of hidden states and
+head are computed (Liger-Kernel, Hsu et al., 2024; Cut Cross-Entropy, Wijmans et al., 2024). If the vocabulary is
+sharded, a rank has the rows [first, first + V) of the head, and `exchange` combines the ranks' statistics. For logits
+z, with label smoothing s over N classes:
 
     loss = log(sum exp(z)) - (1 - s) z_label - s / N sum z      gradient = softmax(z) - (1 - s) one_hot - s / N
 
@@ -53,8 +52,8 @@ def _reduce(
     tokens = tl.num_programs(0)
     row = logits + token * row_stride
     inner = tl.arange(0, BLOCK)
-    # Online softmax: mass[i] sums exp(value - largest) over the columns n + i, and is rescaled
-    # whenever a larger value is found.
+    # Online softmax: mass[i] sums exp(value - largest) over columns n + i, and is rescaled
+    # for each larger value.
     largest = tl.max(tl.full([BLOCK], float("-inf"), tl.float32), 0)
     mass = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -117,9 +116,9 @@ def loss_and_gradients(
     exchange: Exchange | None = None,
     target: Target = ONE_HOT,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the cross-entropy of `hidden @ weight.T`, summed over tokens, and the gradients of hidden and weight.
+    """Return the summed cross-entropy of `hidden @ weight.T`, and the gradients of hidden and weight.
 
-    The loss is in fp32 (fp64 for fp64 inputs). If the vocabulary is sharded, the caller must sum the gradient of hidden
+    The loss is in fp32 (fp64 for fp64 inputs). With a sharded vocabulary, the caller must sum the gradient of hidden
     over ranks.
 
     Args:
@@ -127,10 +126,10 @@ def loss_and_gradients(
         weight: [V, E], of the same dtype as hidden.
         labels: [T] int64 in the full vocabulary.
         ignored: label of tokens without a loss or gradient.
-        rows: approximate number of head rows per rank; all ranks must pass the same number, to use the same chunks.
+        rows: approximate number of head rows per rank, which determines the chunks; must be equal on all ranks.
         first: this rank's first row of the head.
         exchange: None if this rank has the full vocabulary.
-        target: weights of the label and of every class, (1 - s, s / N), with N classes over all ranks.
+        target: weights of the label and of every class, (1 - s, s / N).
     """
     wide = wide_dtype(hidden.dtype)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
@@ -143,7 +142,7 @@ def loss_and_gradients(
         logits = part @ weight.T
         losses, lse = token_losses(logits, label, ignored, first, exchange, target)
         loss += losses.sum()
-        # From here on, `logits` contains the gradient of the logits.
+        # From here on, `logits` contains their gradient.
         to_gradient(logits, label, lse, first, ignored, target)
         torch.mm(logits, weight, out=d_hidden[a : a + size])
         add_product(d_weight, logits, part)
@@ -199,23 +198,23 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int = -10
 
 
 def combine(statistics: Tensor) -> Tensor:
-    """Combine the statistics [R, 3, C] of R ranks, in order."""
+    """Combine R ranks' statistics [R, 3, C], in order."""
     largest = statistics[:, 0].amax(0)
-    # Each rank's mass refers to its own largest logit.
+    # Each rank's mass refers to its largest logit.
     shift = torch.where(largest == float("-inf"), 0.0, largest)
     mass = (statistics[:, 1] * (statistics[:, 0] - shift).exp()).sum(0)
     return torch.stack([largest, mass, statistics[:, 2].sum(0)])
 
 
 def working_bytes(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Return the size of the temporary tensors in bytes: a chunk's logits and the fp32 gradient of the head."""
+    """Return the bytes of temporary tensors: a chunk's logits and the head's fp32 gradient."""
     chunk = min(tokens, chunk_tokens(tokens, hidden, vocabulary)) * vocabulary
     widened = 0 if dtype == wide_dtype(dtype) else vocabulary * hidden
     return chunk * dtype.itemsize + (chunk + widened) * wide_dtype(dtype).itemsize
 
 
 def chunk_tokens(tokens: int, hidden: int, vocabulary: int) -> int:
-    """Return the tokens per chunk, a multiple of 128; a chunk's logits are about as large as all hidden states."""
+    """Return the tokens per chunk, a multiple of 128; its logits are about as large as all hidden states."""
     return max(128, min(tokens, -(-tokens * hidden // vocabulary)) // 128 * 128)
 
 
@@ -269,7 +268,7 @@ def reference_gradient(
 
 
 def add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
-    """Add logits.T @ hidden to the head's fp32 (fp64) gradient; 16-bit sums would lose the products of later chunks."""
+    """Add logits.T @ hidden to the head's fp32 (fp64) gradient; 16-bit sums would lose later chunks' products."""
     if logits.dtype == total.dtype:
         total.addmm_(logits.T, hidden)
     elif logits.device.type == "cuda":

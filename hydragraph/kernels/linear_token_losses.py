@@ -1,11 +1,7 @@
 """Logits of the output head in chunks of tokens, and one cross-entropy per token.
 
-The gradient of each loss (`factor`) is known only in the backward, which computes the logits again:
-
-    forward     logits of a chunk -> losses, lse
-    backward    logits of a chunk -> softmax - one_hot -> both gradients, times the factors
-
-Shapes and arguments are as in `loss_and_gradients`.
+Each loss's gradient (`factor`) is known only in the backward, which computes the logits again. Shapes and arguments are
+as in `loss_and_gradients`.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ def losses_of(
     first: int = 0,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses (0 for ignored tokens) and the log-sum-exp, both [T]."""
+    """Return losses (0 for ignored tokens) and log-sum-exp, both [T]."""
     size = head.chunk_tokens(hidden.shape[0], hidden.shape[1], rows)
     losses, lses = like_losses(hidden)
     for a in range(0, hidden.shape[0], size):
@@ -53,8 +49,8 @@ def head_token_gradients(
 
     Args:
         lse: log-sum-exp over the full vocabulary.
-        start: this rank's first row of the head, 0-d; None: 0.
-        of_hidden, of_weight: whether the gradient is needed; an unneeded gradient is empty.
+        start: this rank's first head row, 0-d; None: 0.
+        of_hidden, of_weight: whether to compute the gradient; otherwise, it is empty.
     """
     size = head.chunk_tokens(hidden.shape[0], hidden.shape[1], weight.shape[0])
     first = 0 if start is None else int(start)

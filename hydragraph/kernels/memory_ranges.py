@@ -19,11 +19,11 @@ _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, ty
 
 
 def copy_ranges(source: Tensor, target: Tensor, offsets: tuple[Ints, ...]) -> None:
-    """Copy ranges between two CPU buffers that have the same element size and do not overlap.
+    """Copy ranges between two CPU buffers of equal element size that do not overlap.
 
     Args:
         source, target: 1-D and contiguous; not checked.
-        offsets: source offsets, target offsets and lengths of the ranges; [R] each, in elements.
+        offsets: source offsets, target offsets and lengths, [R] each, in elements.
     """
     _copy(source.data_ptr(), target.data_ptr(), source.dtype.itemsize, *offsets)
 

@@ -1,4 +1,4 @@
-"""Creation of tensors shaped like operands, and the dtype of sums."""
+"""Tensors shaped like operands, and the dtype of sums."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """numba's compiler with a disk cache that tolerates damaged files and read-only folders.
 
-numba's own cache fails imports if no folder is writable, raises pickle errors for truncated files, runs corrupted
-machine code, misses changes to imported functions, and recompiles in each environment.
+numba's own cache fails if no folder is writable, raises pickle errors for truncated files, runs corrupted code, misses
+changes to imported functions, and recompiles in each environment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DIGEST = hashlib.sha256().digest_size
 _INSTALLED = Path(__file__).parent / "compiled"
 _MOST = 3000
 
-# Warnings that were logged, and folders for which compilation was announced.
+# Logged warnings, and folders for which compilation was announced.
 _said: list[str] = []
 _announced: list[str] = []
 
@@ -44,9 +44,9 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
     """Decorate a function that numba compiles on its first call and caches on disk.
 
     Args:
-        quick: whether compilation takes at most a second, so that it is not announced.
-        shared: whether both Python code and compiled functions call the function. If not, compiled callers get a
-            version without Python wrapper, which compiles faster.
+        quick: whether compilation takes at most a second and is not announced.
+        shared: whether both Python and compiled functions call the function. Otherwise, compiled callers get a version
+            without Python wrapper, which compiles faster.
     """
     # Division by zero returns infinity.
     jit: Any = partial(njit, error_model="numpy", no_cfunc_wrapper=True)
@@ -59,7 +59,7 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
             tuple(map(unliteral, given)), {name: unliteral(argument_type) for name, argument_type in named.items()}
         )
 
-    # With literal types, numba would compile a version for every combination of constant arguments.
+    # With literal types, numba would compile a version for each combination of constants.
     dispatcher.get_call_template = without_constants
     dispatcher.get_overload = inner.get_overload
     try:
@@ -80,7 +80,7 @@ def is_compiled(function: Any) -> bool:
 
 @contextmanager
 def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
-    """Make calls of functions that are not yet compiled wait for another process to compile the functions.
+    """Make calls of uncompiled functions wait for another process to compile them.
 
     If `ended` returns True, this process compiles. `ended` may raise `StillCompiling`.
     """
@@ -93,11 +93,11 @@ def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
 
 class _Files(IndexDataCacheFile):
     def _data_name(self, number: int) -> str:
-        # numba uses one name in processes that simultaneously compile for different types.
+        # numba uses one name in processes that compile for different types at once.
         return f"{super()._data_name(number).removesuffix('.nbc')}.{uuid.uuid4().hex}.nbc"
 
     def _dump(self, obj: Any) -> bytes:
-        # pickle ignores the appended hash, so numba can still read the file.
+        # pickle, and so numba, ignores the appended hash.
         data: bytes = super()._dump(obj)
         return data + hashlib.sha256(data).digest()
 
@@ -114,14 +114,14 @@ class _Cache(FunctionCache):
         self._quick = quick
         self._cache_path = _folder() or self._cache_path
         self.stamp = _stamp(function, _digest(function.__code__.co_filename))
-        # Each version has its own files, because installations can share a folder.
+        # Each version has its own files: installations can share a folder.
         name = f"{self._impl.filename_base}-{numba_version}-{self.stamp[:16]}"
         self.installed = _Files(str(_INSTALLED), name, self.stamp)
         self.own = _Files(self._cache_path, name, self.stamp)
         self._cache_file: IndexDataCacheFile = self.own
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        # Code that was compiled at installation. Any failure falls back to this user's cache.
+        # Code compiled at installation; any failure falls back to this user's cache.
         with suppress(Exception):
             self._cache_file = self.installed
             overload = super().load_overload(sig, target_context)
@@ -133,7 +133,7 @@ class _Cache(FunctionCache):
             if overload is None and not self._quick:
                 _announce(self.cache_path)
                 over = False
-                # Another process may be compiling this function: wait for its file until it ends.
+                # Another process may be compiling: wait for its file until it ends.
                 while overload is None and not over:
                     over = all(ended() for ended in _others)
                     time.sleep(0.0 if over else _POLL_S)
@@ -180,8 +180,8 @@ def _digest(file: str) -> str:
 
 
 def _stamp(function: Callable[..., Any], source: object) -> str:
-    # Compiled code contains the functions that it calls and the constants that it reads, so a
-    # change of any of these must change the name of the file.
+    # Compiled code contains its callees and the constants that it reads, so a change of these must
+    # change the file's name.
     values = dict(function.__globals__)
     for name, module in function.__globals__.items():
         if isinstance(module, ModuleType) and module.__name__.startswith("hydragraph."):

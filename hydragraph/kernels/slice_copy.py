@@ -1,7 +1,7 @@
 """Copy of thousands of ranges between two flat buffers in one kernel launch, with casts and sums.
 
 Ranges are divided into tiles, one per program; aligned tiles use 16-byte accesses. Ranges with the same target are
-summed in the order of the table, so results are bitwise reproducible.
+summed in table order, so results are bitwise reproducible.
 """
 
 # Triton compiles functions without annotations.
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Number of elements in a 16-byte access
+# Elements in a 16-byte access
 UNIT = 8
-# Number of elements in an aligned tile; large enough to hide memory latency
+# Elements in an aligned tile; large enough to hide memory latency
 WIDE = 4096
-# Number of elements in other tiles
+# Elements in other tiles
 NARROW = 512
 _SIZES = {"UNIT": UNIT, "WIDE": WIDE, "NARROW": NARROW}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
@@ -48,8 +48,7 @@ class CopyBatch:
     """Ranges with ascending targets.
 
     Attributes:
-        origins: source offset of each range, [R] int64, in elements.
-        places: target offset of each range.
+        origins, places: source and target offsets, [R] int64, in elements.
         beside: offset of each range in a buffer without gaps.
     """
 
@@ -61,7 +60,7 @@ class CopyBatch:
 
     @property
     def whole(self) -> slice | None:
-        """Slice of the target that the ranges fill; None if there are gaps."""
+        """Slice of the target that the ranges fill; None with gaps."""
         first = int(self.places[0])
         end = int(self.places[-1] + self.lengths[-1])
         return slice(first, end) if end - first == self.elements else None
@@ -114,8 +113,8 @@ class SliceTable:
         ranges: [3, R] int64 on the CPU: source offset, target offset and length of each range, in elements.
         tiles: [tiles, 4] int64: target offset, length, index of the first origin, number of origins.
         origins: [O] int64: source offsets, in the order of the ranges within a tile.
-        aligned: number of aligned tiles, which come first in `tiles`, with offsets in units of 8 elements.
-        source_end, target_end: minimum size of each buffer.
+        aligned: number of aligned tiles, which come first, with offsets in units of 8 elements.
+        source_end, target_end: minimum sizes of the buffers.
     """
 
     ranges: Tensor
@@ -139,7 +138,6 @@ class SliceTable:
 
     @cached_property
     def batches(self) -> tuple[CopyBatch, ...]:
-        """Batches of ranges that fit in a cache."""
         origins, places, lengths = self.ordered
         before = np.cumsum(lengths) - lengths
         # A batch's targets must ascend without overlaps.
@@ -164,11 +162,10 @@ class SliceTable:
 
         Args:
             source, target, length: [R] int64 on the CPU, in elements; ranges may be empty.
-            sums: whether target ranges may overlap; `slice_copy` then needs accumulate=True.
+            sums: whether targets may overlap; `slice_copy` then needs accumulate=True.
 
         Raises:
-            Unsupported: a tensor has another dtype or shape, a number is negative, or target ranges overlap without
-            `sums`.
+            Unsupported: a tensor has another dtype or shape, a number is negative, or targets overlap without `sums`.
         """
         ranges = _checked(source, target, length)
         origins, targets, lengths, order = _disjoint(ranges[:, ranges[2] > 0])
@@ -198,10 +195,10 @@ def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate:
 
     Args:
         source, target: 1-D contiguous, bf16, fp16, fp32 or fp64, not overlapping in memory.
-        accumulate: add to the target (fp32 or fp64), in the order of the table's rows.
+        accumulate: add to the target (fp32 or fp64), in table order.
 
     Raises:
-        Unsupported: a buffer has another dtype or shape, a buffer is too short, or ranges overlap without `accumulate`.
+        Unsupported: a buffer is too short, has another dtype or shape, or ranges overlap without `accumulate`.
     """
     _check(source, target, table, accumulate)
     if not len(table.tiles):
@@ -223,7 +220,7 @@ def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: boo
 
 
 def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Copy or add ranges on a CPU, with results bitwise equal to `reference`."""
+    """Copy or add ranges on a CPU, bitwise equal to `reference`."""
     source = source.detach()
     target = target.detach()
     copy = _copy_few
@@ -234,8 +231,8 @@ def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) ->
     if not accumulate and source.dtype == target.dtype:
         copy(source, target, table.ordered)
         return
-    # With a cast or a sum, each batch is gathered to a buffer, converted or added, and scattered,
-    # while it is in the cache. One range needs no gather, and ranges without gaps no scatter.
+    # With a cast or a sum, each batch is gathered, converted or added, and scattered while in the
+    # cache. One range needs no gather, and ranges without gaps no scatter.
     gathered = (batch.elements for batch in table.batches if len(batch.lengths) > 1)
     scattered = (batch.elements for batch in table.batches if batch.whole is None)
     gather_buffer = source.new_empty(max(gathered, default=0))
@@ -326,18 +323,18 @@ def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
     """Split [3, R] ranges into pieces whose target intervals are equal or disjoint.
 
     Returns:
-        Source offset of each piece, sorted by interval; target offset and length of each interval; index of each
-        interval's first piece, [I + 1].
+        Source offset of each piece, sorted by interval; target offset and length of each interval; each interval's
+            first piece, [I + 1].
     """
     source, target, length = ranges
-    # Targets [0, 4) and [2, 6) have the bounds 0, 2, 4, 6: range 0 covers intervals 0 and 1,
-    # and range 1 covers 1 and 2, so interval 1 has two pieces.
+    # Targets [0, 4) and [2, 6) have bounds 0, 2, 4, 6: range 0 covers intervals 0 and 1, and
+    # range 1 covers 1 and 2, so interval 1 has two pieces.
     bounds = np.unique(np.concatenate([target, target + length]))
     low = np.searchsorted(bounds, target)
     high = np.searchsorted(bounds, target + length)
     index = np.repeat(np.arange(len(target)), high - low)
     interval = np.arange(len(index)) - np.repeat(np.cumsum(high - low) - high, high - low)
-    # A stable sort keeps the order of the table, in which pieces are summed.
+    # A stable sort keeps table order, in which pieces are summed.
     by_interval = np.argsort(interval, kind="stable")
     index = index[by_interval]
     interval = interval[by_interval]
@@ -348,13 +345,13 @@ def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
 
 def _tiles(origins: Offsets, targets: Offsets, lengths: Offsets, order: Offsets) -> tuple[Offsets, Offsets, int]:
     counts = np.diff(order)
-    # matched: all sources of the interval have the target's remainder modulo UNIT, so that wide
-    # accesses can be aligned on both sides.
+    # matched: all sources have the target's remainder modulo UNIT, so both sides can be
+    # aligned.
     shift = (origins - np.repeat(targets, counts)) % UNIT
     matched = np.add.reduceat(shift, order[:-1]) == 0 if len(targets) else np.zeros(0, dtype=bool)
     head = np.where(matched, np.minimum(-targets % UNIT, lengths), lengths)
     body = np.where(matched, (lengths - head) // UNIT * UNIT, 0)
-    # (start, size, block, unit) of the elements before, in and after the aligned body.
+    # (start, size, block, unit) before, in and after the aligned body.
     parts = (
         (np.zeros_like(lengths), head, NARROW, 1),
         (head, body, WIDE, UNIT),
@@ -365,7 +362,7 @@ def _tiles(origins: Offsets, targets: Offsets, lengths: Offsets, order: Offsets)
     origins_of = []
     done = 0
     for tiles, tile_origins in (wide, before, after):
-        # Origins of all tiles form one list.
+        # All tiles share one list of origins.
         tiles[:, 2] += done
         done += len(tile_origins)
         rows.append(tiles)
@@ -377,8 +374,8 @@ def _cut(
     origins: Offsets, targets: Offsets, order: Offsets, start: Offsets, size: Offsets, block: int, unit: int
 ) -> tuple[Offsets, Offsets]:
     """Cut [start, start + size) of each interval into tiles of at most `block` elements; return tiles and origins."""
-    # number: tiles of each interval. interval, nth: each tile's interval, and place in it. inside:
-    # each tile's start in its interval.
+    # number: tiles of each interval. interval, nth: each tile's interval, and place in it.
+    # inside: the tile's start in its interval.
     number = -(-size // block)
     interval = np.repeat(np.arange(len(targets)), number)
     nth = np.arange(len(interval)) - np.repeat(np.cumsum(number) - number, number)

@@ -1,6 +1,6 @@
 """Attention with a window or capped scores on a CPU, one tile of queries at a time.
 
-Shapes: N sequences of L tokens, H heads of size D; tiles of R queries and the C keys to which a query attends.
+N sequences of L tokens, H heads of size D; tiles of R queries and the C keys to which they attend.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hydragraph.kernels.new_tensors import wide_dtype
 
 aten = torch.ops.aten
 
-# Maximum number of queries per tile; in larger tiles, a query is multiplied with more keys outside its window.
+# Maximum queries per tile; larger tiles multiply a query with more keys outside its window.
 _ROWS = 128
-# Maximum number of scores per tile, which take 16 MB in fp32.
+# Maximum scores per tile, 16 MB in fp32.
 _SCORES = 1 << 22
 
 
@@ -72,7 +72,7 @@ def _capped_backward(
 
 
 def _capped(q: Tensor, k: Tensor, hidden: Tensor, scale: float, cap: float) -> tuple[Tensor, Tensor]:
-    """Return a tile's capped scores, -inf if masked, and the derivative of the cap; both are [N, H, R, C]."""
+    """Return a tile's capped scores, -inf if masked, and the cap's derivative, both [N, H, R, C]."""
     bent = (q @ k.mT).mul_(scale / cap).tanh_()
     slope = 1 - bent.square()
     return bent.mul_(cap).masked_fill_(hidden, float("-inf")), slope
@@ -91,7 +91,7 @@ def _tiles(q: Tensor, settings: AttentionSettings) -> Iterator[tuple[slice, slic
     sequences, heads, length, _ = q.shape
     before, after = (length if distance is None else distance for distance in settings.sides())
     reach = min(length, _ROWS + before + after)
-    # Fewer rows per tile keep the scores of all sequences and heads in memory limits.
+    # Fewer rows per tile keep all scores within memory limits.
     rows = max(1, min(_ROWS, _SCORES // (sequences * heads * reach)))
     for first in range(0, length, rows):
         last = min(length, first + rows)

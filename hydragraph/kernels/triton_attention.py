@@ -1,12 +1,12 @@
 """Deterministic attention over packed sequences in Triton, forward and backward; shapes are as in `varlen_attention`.
 
 FlashAttention-2 (Dao, 2023): the forward updates the maximum m of a query row's scores s and the sum l of exp2(s - m),
-and rescales its accumulator. The backward recomputes p = exp2(s - lse) and uses ds = p (dp - delta), delta =
-rowsum(out * grad). A cap c turns scores into c t, with t = tanh(s / c), and multiplies ds by 1 - t^2. One kernel over
-query tiles computes dq; another kernel over key tiles computes dk and dv. No two programs write the same element.
+and rescales its accumulator. The backward recomputes p = exp2(s - lse) and uses ds = p (dp - delta), delta = rowsum(out
+* grad). A cap c turns scores into c t, with t = tanh(s / c), and multiplies ds by 1 - t^2. One kernel over query tiles
+computes dq, and one over key tiles dk and dv, so no two programs write the same element.
 
-The grid depends only on T and N, so no length is copied from the GPU. Each program has a slot. The slots for tiles of
-sequence n begin at starts[n] // tile + n, and programs of unused slots exit immediately.
+The grid depends only on T and N, so no length is copied from the GPU. Slots (programs) for sequence n begin at
+starts[n] // tile + n; unused slots exit.
 """
 
 # Triton compiles functions without annotations.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PREPARE_OPTIONS: dict[str, object] = {"num_warps": 4, "enable_fp_fusion": True}
 _LOG2_E = math.log2(math.e)
-# Maximum number of elements, which keeps offsets in a tile below 2^31
+# Maximum that keeps offsets in a tile below 2^31
 _MAX_STRIDE = 2**23
 
 
@@ -53,7 +53,7 @@ def _options(settings: AttentionSettings) -> _Options:
 
 @Inlined
 def _locate(starts, sequences, slot, TILE: tl.constexpr):  # noqa: N803
-    # Count the sequences whose first slot, starts[n] // TILE + n, is at most `slot`.
+    # Count sequences whose first slot (starts[n] // TILE + n) is at most `slot`.
     seen = 0
     for n in range(0, sequences, 128):
         index = n + tl.arange(0, 128)
@@ -65,11 +65,11 @@ def _locate(starts, sequences, slot, TILE: tl.constexpr):  # noqa: N803
 
 @Inlined
 def _columns(row, length, causal, window, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr):  # noqa: N803
-    """Return the first key column of a tile of rows, the first column that needs a mask, and the end of the columns."""
+    """Return a tile's first key column, its first column that needs a mask, and the end."""
     until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
     whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
     begin = 0
-    # Masks are applied to all tiles, because a third loop would need more registers
+    # All tiles are masked: a third loop would need more registers
     if WINDOW:
         until = tl.minimum(until, row + ROWS + window - 1)
         begin = tl.maximum(0, row - window + 1) // COLUMNS * COLUMNS
@@ -115,7 +115,7 @@ def _attend(
     head = tl.program_id(1).to(tl.int64)
     sequence, first, end = _locate(starts, sequences, slot, ROWS)
     length = (end - first).to(tl.int32)
-    # The most expensive rows of a causal sequence start first.
+    # A causal sequence's most expensive rows start first.
     row = ((end // ROWS - slot + sequence) * ROWS).to(tl.int32)
     if row >= length:
         return
@@ -133,7 +133,7 @@ def _attend(
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, PADDED], tl.float32)
     begin, whole, until = _columns(row, length, causal, window, ROWS, COLUMNS, WINDOW)
-    # edge 0: tiles that all rows see whole, without masks. edge 1: the remaining tiles.
+    # edge 0: tiles that all rows see whole, unmasked. edge 1: the rest.
     for edge in tl.static_range(2):
         for n in tl.range(tl.where(edge == 1, whole, begin), tl.where(edge == 1, until, whole), COLUMNS):
             columns = n + inner
@@ -149,7 +149,7 @@ def _attend(
                 scores = tl.where(counts, scores, float("-inf"))
             larger = tl.maximum(largest, tl.max(scores, 1))
             if WINDOW:
-                # If a row sees no column, any finite shift makes p zero.
+                # For a row without columns, any finite shift makes p zero.
                 shift = tl.where(larger == float("-inf"), 0.0, larger)
             else:
                 # Every row sees column 0 in its first tile.
@@ -171,7 +171,7 @@ def _prepare(
     tokens, grad_token, grad_head,
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # delta and lse_log2 are [Hq, T], so that tiles read them contiguously.
+    # delta and lse_log2 are [Hq, T], for contiguous reads.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, PADDED)
@@ -275,7 +275,7 @@ def _differentiate_keys(
         grad_at = grad + head * grad_head
         delta_at = delta + head * tokens + first
         mass_at = lse_log2 + head * tokens + first
-        # A second loop, for columns without a mask, would need more registers.
+        # A second loop, without masks, would need more registers.
         for m in tl.range(begin, until, ROWS):
             rows = m + inner
             in_q = (rows < length)[None, :] & (dims < SIZE)[:, None]

@@ -1,4 +1,4 @@
-"""Lazily compiled Triton kernels, whose modules can be imported without Triton."""
+"""Lazily compiled Triton kernels; importing them does not need Triton."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydragraph.errors import Unsupported
 class Kernel:
     """Function in Triton's language, compiled on the first launch.
 
-    Before compilation, `tl` (`triton.language`) and compiled `Inlined` functions are added to the function's module.
+    Before compilation, `tl` (`triton.language`) and compiled `Inlined` functions are added to its module.
 
     Attributes:
         unspecialized: run-time integers that must not cause another compilation if they are 1 or multiples of 16.
@@ -59,10 +59,10 @@ def kernel(*unspecialized: str) -> Callable[[Callable[..., None]], Kernel]:
 
 @dataclass(frozen=True, eq=False)
 class KernelVariant:
-    """One configuration of a kernel, which can be compiled without a GPU.
+    """One configuration of a kernel, which compiles without a GPU.
 
     Attributes:
-        signature: for each run-time argument, Triton's name for its type, such as "*bf16" or "i64".
+        signature: Triton's name for each run-time argument's type, such as "*bf16" or "i64".
         aligned: run-time integers that are multiples of 16.
     """
 
@@ -86,7 +86,7 @@ def use_kernel(device: torch.device, where: str) -> bool:
     """Return whether to launch a Triton kernel: on CUDA, and on CPU under TRITON_INTERPRET=1.
 
     Raises:
-        Unsupported: Triton is missing on CUDA, where plain PyTorch would be silently slow.
+        Unsupported: Triton is missing on CUDA, where plain PyTorch would be slow.
     """
     if device.type == "cpu" and not _interpreted():
         # Looking for Triton takes 0.4 ms

@@ -43,13 +43,13 @@ def varlen_attention(
         cu_seqlens: [N + 1] int32 or int64, the start of each sequence, then T.
         causal: whether a token attends only to itself and earlier tokens, not to all tokens of its sequence.
         scale: scale of the scores; default 1 / sqrt(D).
-        max_length: length of the longest sequence, 0-d int64 on the CPU; only GPU kernels read it.
+        max_length: length of the longest sequence, 0-d int64 on the CPU, for GPU kernels.
         window: token i attends only to tokens j with |i - j| < window.
         chunk: a token attends only within its chunk of `chunk` tokens.
         cap: scores s become cap * tanh(s / cap).
         sink: [Hq], an additional score per head in the softmax, without a value vector.
-        backend: "flash_attn", "torch", "triton" or "loop"; default: the first that accepts the tensors. A captured
-            graph does not record the backend.
+        backend: "flash_attn", "torch", "triton" or "loop"; default: the first that accepts the tensors. Captured graphs
+            do not record it.
 
     Returns:
         [T, Hq, D].
@@ -183,7 +183,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, cu_seqlens, max_length, *sinks = ctx.saved_tensors
-    # The backward may run outside the context that forced the forward's backend.
+    # The backward may run outside the context that forced the backend.
     with attention_backend(forced() or ctx.backend):
         gradients = torch.ops.hydragraph.varlen_attention_backward(
             grad, q, k, v, out, lse, cu_seqlens, max_length, *ctx.settings
@@ -193,7 +193,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 
 
 def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Return the sink's gradient [Hq]: minus the sum over tokens of exp(sink - lse) (grad . out)."""
+    """Return the sink's gradient [Hq]: minus the tokens' sum of exp(sink - lse) (grad . out)."""
     share = (sink.to(lse.dtype) - lse).exp()
     return -(share * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum(0).to(sink.dtype)
 

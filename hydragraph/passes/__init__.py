@@ -1,1 +1,1 @@
-"""Passes: pure functions on graphs (annotate, shard, differentiate) and on instructions (order, overlap, retain)."""
+"""Passes: pure functions on graphs and on instructions."""

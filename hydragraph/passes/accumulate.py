@@ -1,4 +1,4 @@
-"""Pass `accumulate`: fuse the matrix product that computes a weight gradient with the addition to the gradient sum.
+"""Pass `accumulate`: fuse the matrix product of a weight gradient with the addition to the gradient sum.
 
     before     dW = mm(dy^t, x)         returned; the executor computes total += dW
     after      total.addmm_(dy^t, x, beta=beta)
@@ -22,23 +22,22 @@ aten = torch.ops.aten
 
 
 def accumulate(variant: Variant) -> Variant:
-    """Return a variant whose matrix products add weight gradients to buffers (`Variant.added`) where possible."""
     if not variant.gradients:
         return variant
     graph = fx.Graph()
     results: Any = graph.graph_copy(variant.backward.graph, {})
-    # The gradient of the hidden state is not added to a sum.
+    # The hidden state's gradient is not added to a sum.
     gradients = dict(zip(variant.gradients, results, strict=True))
-    # The graph's output must count as a user of each gradient.
+    # The output must count as a user of each gradient.
     graph.output(results)
     products = {
         n: product for n, node in gradients.items() if n != "hidden" and (product := _product(node)) is not None
     }
-    # The new inputs follow all others, in pairs: total_0, beta_0, total_1, beta_1.
+    # New inputs follow the others, in pairs: total_0, beta_0, total_1, beta_1.
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     for i, (name, product) in enumerate(products.items()):
         last = _add(graph, last, i, gradients[name], *product)
-    # Without readers, fused products are dead code. `addmm_` has no readers either, but is impure.
+    # Fused products have no readers, so they are dead code; `addmm_` is impure.
     kept = {name: node for name, node in gradients.items() if name not in products}
     graph.output_node().args = (tuple(kept.values()),)
     remove_dead_code(graph)
@@ -49,8 +48,8 @@ def accumulate(variant: Variant) -> Variant:
 
 def _product(node: fx.Node) -> tuple[fx.Node, bool] | None:
     transposed = False
-    # Walk from the gradient back through transposes. A value with a second reader must be computed
-    # separately, so the walk ends there.
+    # Walk from the gradient back through transposes, up to a value with a second reader, which must
+    # be computed separately.
     while len(node.users) == 1:
         if node.target is aten.mm.default:
             return node, transposed
@@ -68,7 +67,7 @@ def _add(graph: fx.Graph, last: fx.Node, number: int, gradient: fx.Node, product
     with graph.inserting_after(total):
         beta = graph.placeholder(f"beta_{number}")
     with graph.inserting_before(product):
-        # If the gradient is the product's transpose, the product is added to a transposed view.
+        # A transposed product is added to a transposed view.
         into = graph.call_method("t", (total,)) if transposed else total
         graph.call_method("addmm_", (into, *product.args), {"beta": beta})
     return beta

@@ -1,14 +1,13 @@
 """Pass `annotate`: insert `communicate` around the regions of a template that tensor parallelism may shard.
 
-    norm -> x                     x is replicated, but each rank computes a partial gradient of x
+    norm -> x                     replicated, but each rank computes a partial gradient of x
     communicate(x, "enter")       the backward sums the partial gradients here
     q, k, v, attention            sharded by heads
-    linear(a, Wo) -> y            each rank computes a partial sum
+    linear(a, Wo) -> y            a partial sum on each rank
     communicate(y, "exit")        the forward sums the partial sums here
-    hidden + y
 
-Experts compute several rows per token. To communicate less, "enter" precedes the operators that copy tokens to rows,
-and "exit" follows the sum of each token's rows.
+Experts compute several rows per token, so "enter" precedes the copy of tokens to rows, and "exit" follows the sum of
+each token's rows.
 """
 
 from __future__ import annotations
@@ -29,18 +28,17 @@ from hydragraph.private.module_internals import graph_module
 aten = torch.ops.aten
 
 _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
-# Operators that are linear in their first operand.
+# Operators linear in their first operand.
 _LINEAR = VIEWS | MOVES | {aten.sum.dim_IntList, aten.div.Tensor, aten.clone.default, aten.contiguous.default}
 
 
 def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden: fx.Node | None) -> fx.GraphModule:
-    """Return a copy of the graph in which `communicate` marks the parts that may be sharded."""
-    # Insert one `communicate` per value, so that the value's gradient is summed once.
+    # Insert one `communicate` per value, so that its gradient is summed once.
     result = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     entered: dict[fx.Node, fx.Node] = {}
-    # learns: nodes that get a gradient. unsummed: partial sums that still need an "exit".
-    # mixed: parameters that both sharded and unsharded operators read.
+    # learns: nodes that get a gradient. unsummed: partial sums that still need an "exit". mixed:
+    # parameters read by both sharded and unsharded operators.
     learns = differentiable(graph.graph, parameters, hidden)
     partial = partial_sums(graph.graph, cuts)
     unsummed = partial | cuts.rows.keys()
@@ -49,8 +47,8 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
 
     def entering(node: fx.Node, reader: fx.Node | None = None) -> fx.Node:
         if node not in entered:
-            # If only sharded operators read the rows that this node copies from tokens, "enter"
-            # moves before the copy, so that the backward sums tokens, which are fewer than rows.
+            # If only sharded operators read these rows, "enter" precedes the copy, so that the
+            # backward sums tokens, not rows.
             if node not in partial and _spreads(node) and all(u in cut_users or u is reader for u in node.users):
                 entered[node] = result.node_copy(node, lambda n: entering(n, node) if n in learns else copied[n])
             else:
@@ -61,12 +59,13 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
         if node.op == "output":
             result.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
             continue
-        # Pushes sum partial gradients, so only parameters that also get complete gradients (`mixed`) need "enter".
+        # Pushes sum partial gradients, so only parameters that also get whole ones (`mixed`) need
+        # "enter".
         whole = _whole_operands(node, cuts) - unsummed if node in cut_users else set()
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}
         copied[node] = result.node_copy(node, operand.__getitem__)
-        # The last of several partial sums gets the "exit". A sharded loss sums its own parts.
+        # The last of several partial sums gets "exit". A sharded loss sums its own parts.
         if node in unsummed and not any(user in partial for user in node.users):
             unsummed.remove(node)
             if node.target is not aten.cross_entropy_loss.default:
@@ -76,11 +75,11 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
 
 
 def partial_sums(graph: fx.Graph, cuts: Cuts) -> set[fx.Node]:
-    """Return the nodes between experts' row-parallel products and "exit", which hold partial sums."""
+    """Return the nodes between experts' row-parallel products and "exit"."""
     partial: set[fx.Node] = set()
     for node in graph.nodes:
         sources = [n for n in node.all_input_nodes if n in partial or (n in cuts.rows and is_grouped(n))]
-        # "exit" can move past a linear operator, unless another node reads its operand.
+        # "exit" can pass a linear operator, unless another node reads its operand.
         if len(sources) == 1 and len(sources[0].users) == 1 and _is_linear(node, sources[0], cuts):
             partial.add(node)
     return partial
@@ -94,7 +93,7 @@ def _is_linear(node: fx.Node, operand: fx.Node, cuts: Cuts) -> bool:
     # x * x is not linear in x.
     if node.target is aten.mul.Tensor:
         return operands(node).count(operand) == 1
-    # index_add(zeros, dim, index, rows) is linear in rows, because it adds them to zeros.
+    # index_add(zeros, dim, index, rows) is linear in rows.
     if node.target is aten.index_add.default:
         return operand is operands(node)[3] and first.target in _ZEROS
     return operand is first and (_chooses_rows(node) or node.target in _LINEAR)

@@ -10,7 +10,6 @@ from hydragraph.ir.value import Value, ValueKind
 
 
 def windowed(exchanges: Sequence[Instruction], outline: Outline) -> list[Instruction]:
-    """Make each exchange (pull or push) wait for the earlier exchanges that `Outline.awaited` returns."""
     awaited = outline.awaited([exchange.target for exchange in exchanges])
     return [
         exchange.waiting_for(tuple(map(EXCHANGED[exchange.op], names)))
@@ -21,7 +20,7 @@ def windowed(exchanges: Sequence[Instruction], outline: Outline) -> list[Instruc
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
     """Put a rank's pulls before its work, but run the first micro-batch's forwards as soon as their weights arrive.
 
-    Only first stages run forwards between pulls, because later stages would wait for hidden states.
+    Only first stages do so, because later stages would wait for hidden states.
     """
     first = _first_forwards(work)
     arrived: set[Value] = set()
@@ -29,8 +28,7 @@ def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> li
     at = 0
     for pull in pulls:
         placed.append(pull)
-        # The rank waits for `pull.after` in any case, so forwards that read only these weights
-        # can run here without further waits.
+        # The rank waits for `pull.after` anyway, so forwards that need no more can run here.
         arrived.update(pull.after)
         while arrived and at < first and _pulled(work[at]) <= arrived:
             placed.append(work[at])
@@ -40,7 +38,7 @@ def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> li
 
 def _first_forwards(work: Sequence[Instruction]) -> int:
     for i, instruction in enumerate(work):
-        # On later stages, work[0] is a receive, so the result is 0.
+        # On later stages, work[0] is a receive, so this returns 0.
         forward = instruction.op is Op.FORWARD and instruction.micro_batch == work[0].micro_batch
         if instruction.op is not Op.SEND and not forward:
             return i
@@ -52,8 +50,8 @@ def _pulled(instruction: Instruction) -> set[Value]:
 
 
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
-    """Return the first index in a rank's work at which a wait for pushes does not delay other ranks."""
-    # All ranks of a stage need the same index, although only some of them send.
+    """Return the first index in a rank's work where a wait for pushes delays no other rank."""
+    # All ranks of a stage need the same index, although only some send.
     if not first_stage:
         return len(work)
     return max((i + 1 for i, instruction in enumerate(work) if instruction.stream is Stream.P2P), default=0)

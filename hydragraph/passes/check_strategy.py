@@ -1,4 +1,4 @@
-"""Validation of a strategy against a program and the number of ranks."""
+"""Validation of a strategy against a program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
     """Check that a strategy fits a model and the number of ranks.
 
     Raises:
-        ValueError: the strategy's layers, ranks or tensor-parallel degrees do not fit.
+        ValueError: layers, ranks or tensor-parallel degrees do not fit.
         Unsupported: a stage's degree cannot shard a parameter, a layer has no parameter to shard, or the schedule does
             not support streaming.
     """
@@ -64,7 +64,7 @@ def refuse_uncut(program: Program, strategy: Strategy) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _problem(template: Template) -> tuple[str, str] | None:
-    # Weights of experts and of convolutions have three dimensions. A vector may have extra dimensions of size 1.
+    # Weights of experts and convolutions are 3-D. A vector may have extra dimensions of size 1.
     nodes = placeholders_of(template.graph)
     parameters = dict(zip(nodes, template.parameters, strict=False))
     cuts = find_cuts(template.graph.graph, set(parameters), None, set())
@@ -74,7 +74,7 @@ def _problem(template: Template) -> tuple[str, str] | None:
         if len(sizes) > 2 and max(sizes) < sizes.numel() and node not in cut:
             what = f"a parameter of {len(sizes)} dimensions in {_user(node).target}"
             return name, f"{what}, which has no sharding rule"
-    # `communicate` has no rule on purpose: a product that reaches the next region stays whole.
+    # `communicate` deliberately has no rule: a product that reaches the next region stays whole.
     for product, unknown in cuts.unknown.items():
         weight = next((n for n in operands(product) if n in parameters), None)
         if weight is not None and unknown.target is not communicate:

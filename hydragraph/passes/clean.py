@@ -1,4 +1,4 @@
-"""Pass `clean`: normalize an exported graph by removing assertions, no-op casts, fixed devices and dead code."""
+"""Pass `clean`: remove assertions, no-op casts, fixed devices and dead code from an exported graph."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ aten = torch.ops.aten
 GRAD_MODE = "wrap_with_set_grad_enabled"
 AUTOCAST = "wrap_with_autocast"
 NO_OPS = CASTS | {aten.alias.default, aten.dropout.default, aten.contiguous.default}
-# Assertions only check the traced sizes; `prove_sizes` proves more.
+# Assertions check only traced sizes; `prove_sizes` proves more.
 ASSERTIONS = frozenset(
     {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 )
-# Operations and methods that are kept even if their results are not used.
+# Operations and methods that are kept even if unused.
 IMPURE = frozenset({"output", "placeholder", "addmm_"})
 SYNONYMS = {
     "absolute": "abs",
@@ -58,7 +58,7 @@ def clean(graph: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(node.args[0])
             result.graph.erase_node(node)
         elif node.target is aten.copy.default and _fills(node):
-            # Export turns x[...] = y into copy(x, y), which has no derivative: use y itself.
+            # Export turns x[...] = y into copy(x, y), without a derivative: use y.
             node.replace_all_uses_with(node.args[1])
             result.graph.erase_node(node)
         else:
@@ -71,7 +71,7 @@ def clean(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _first_name(target: Any) -> Any:
-    # aten.multiply.Tensor becomes aten.mul.Tensor, so that later passes need only one name.
+    # aten.multiply.Tensor becomes aten.mul.Tensor, so later passes need one name.
     library, _, name = str(target).partition(".")
     packet, _, overload = name.partition(".")
     return getattr(getattr(aten, SYNONYMS[packet]), overload) if library == "aten" and packet in SYNONYMS else target
@@ -84,7 +84,6 @@ def copy_of(module: fx.GraphModule) -> fx.Graph:
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
-    """Remove unused nodes, except placeholders and `addmm_`."""
     for node in reversed(list(graph.nodes)):
         if not node.users and IMPURE.isdisjoint((node.op, node.target)):
             graph.erase_node(node)
@@ -119,7 +118,7 @@ def _is_no_op(node: fx.Node) -> bool:
         return False
     if node.target is aten.contiguous.default and not before.is_contiguous():
         return False
-    # Tracing, not the model, causes meta devices in a graph.
+    # Meta devices come from tracing, not from the model.
     return bool(before.dtype == after.dtype and (before.device == after.device or after.device.type == "meta"))
 
 
@@ -131,10 +130,10 @@ def _fills(node: fx.Node) -> bool:
 def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
     counted: Any = operands(node)[0]
     dtype = value_of(counted).dtype
-    # PyTorch's CPU kernel of histc rejects integers.
+    # On CPU, histc rejects integers.
     if dtype.is_floating_point:
         return
-    # Counts up to 2^24 are exact in fp32, and a micro-batch has fewer tokens.
+    # Counts up to 2^24 are exact in fp32; a micro-batch has fewer tokens.
     with graph.inserting_before(node):
         floats = graph.call_function(aten._to_copy.default, (counted,), {"dtype": torch.float32})
     floats.meta = {**counted.meta, "val": value_of(counted).float()}
@@ -143,7 +142,7 @@ def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
         counts = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
     counts.meta = dict(node.meta)
     node.meta = {**node.meta, "val": value_of(node).float()}
-    # Without the condition, `counts` would become its own operand.
+    # Otherwise, `counts` would become its own operand.
     node.replace_all_uses_with(counts, delete_user_cb=lambda user: user is not counts)
 
 
@@ -167,21 +166,21 @@ def on_device(node: fx.Node, device: torch.device) -> None:
 
 
 def region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
-    # Operands: (mode, body, *inputs) of no_grad, and (device type, dtype, enabled, cache enabled,
-    # body, *inputs) of autocast.
+    # Operands: (mode, body, *inputs) of no_grad; (device type, dtype, enabled, cache enabled, body,
+    # *inputs) of autocast.
     at = 1 if GRAD_MODE in str(node.target) else 4
     body, *arguments = operands(node)[at:]
     return getattr(module, body.target), arguments
 
 
 def inline_regions(module: fx.GraphModule) -> None:
-    """Inline `torch.no_grad()` regions (and detach their results) and regions that disable autocast."""
+    """Inline `torch.no_grad()` regions, whose results are detached, and regions that disable autocast."""
     for node in list(module.graph.nodes):
         if GRAD_MODE not in str(node.target) and AUTOCAST not in str(node.target):
             continue
         body, arguments = region(module, node)
         inline_regions(body)
-        # The first operand is the mode: False for no_grad.
+        # First operand: the mode, False for no_grad.
         detaches = GRAD_MODE in str(node.target) and not operands(node)[0]
         inputs = placeholders_of(body)
         with module.graph.inserting_before(node):

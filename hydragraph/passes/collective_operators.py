@@ -1,7 +1,7 @@
 """Tensor-parallel collectives as operators of the forward graph, and their backwards.
 
-After differentiation, calls of the runtime's `collectives` replace the operators, which have no implementation. In the
-table, R is a replicated value, P a partial sum, and S a value sharded by tokens.
+After differentiation, the runtime's `collectives` replace these operators. R is a replicated value, P a partial sum,
+and S a value sharded by tokens.
 
                forward             backward
     tp_enter   R -> R  no-op       P -> R  all_reduce
@@ -24,7 +24,7 @@ from torch.library import define, register_autograd, register_fake
 from hydragraph.kernels.linear_cross_entropy import keep_gradients, like_gradients, scale_gradients
 from hydragraph.kernels.linear_token_losses import keep_operands, like_losses, token_gradients
 
-# Collectives that multiply or divide a dimension by the number of ranks, each with its backward.
+# Collectives that multiply (divide) a dimension by the number of ranks, and their backwards.
 _LONGER = {"tp_gather": "tp_scatter", "tp_join": "tp_split"}
 _SHORTER = {"tp_scatter": "tp_gather", "tp_split": "tp_join"}
 _HEAD = "Tensor hidden, Tensor weight, Tensor labels, Tensor start, SymInt ignored, SymInt rows"
@@ -33,8 +33,9 @@ for _name in ("tp_enter", "tp_sum", "tp_max"):
     define(f"hydragraph::{_name}", "(Tensor x) -> Tensor")
 for _name in _LONGER | _SHORTER:
     define(f"hydragraph::{_name}", "(Tensor x, SymInt dim, SymInt ranks) -> Tensor")
-# `weight`: this rank's rows of the head, from row `start`. `rows`: approximate rows per rank, equal on all ranks.
-# `classes`: total rows on all ranks. Results: the loss (R), and the gradients of `hidden` (P) and `weight`.
+# `weight`: this rank's rows of the head, from row `start`. `rows`: approximate rows per rank, equal
+# on all ranks. `classes`: rows of all ranks. Results: loss (R), gradients of `hidden` (P) and
+# `weight`.
 define("hydragraph::tp_head_loss", f"({_HEAD}, float smoothing, SymInt classes) -> (Tensor, Tensor, Tensor)")
 # Results: each token's loss and log-sum-exp (R).
 define("hydragraph::tp_head_token_losses", f"({_HEAD}) -> (Tensor, Tensor)")
@@ -65,7 +66,7 @@ def _backward(name: str) -> Any:
     return backward
 
 
-# tp_max has no backward: the maximum of logits cancels in the loss.
+# tp_max has no backward: the maximum cancels in the loss.
 for _name in ("tp_enter", "tp_sum", "tp_max"):
     register_fake(f"hydragraph::{_name}", _like)
 for _name, _reverse in (_LONGER | _SHORTER).items():
@@ -78,7 +79,7 @@ register_fake("hydragraph::tp_head_loss", lambda hidden, weight, *_: like_gradie
 register_autograd("hydragraph::tp_head_loss", scale_gradients, setup_context=keep_gradients)
 
 register_fake("hydragraph::tp_head_token_losses", lambda hidden, *_: like_losses(hidden))
-# The backward of tp_head_token_losses does not communicate: its gradient of `hidden` is a partial sum (P).
+# The backward of tp_head_token_losses does not communicate: `hidden` gets a partial sum (P).
 register_autograd("hydragraph::tp_head_token_losses", token_gradients, setup_context=keep_operands)
 
 # Inserted by `sums_in_pieces`
@@ -93,8 +94,8 @@ METHODS = {
     torch.ops.hydragraph.tp_head_loss.default: "head_loss",
     torch.ops.hydragraph.tp_head_token_losses.default: "head_token_losses",
 }
-# For each collective, n: in a ring of t ranks, each rank sends n (t - 1) / t unsharded tensors (Patarasuk and Yuan,
-# 2009). The few numbers per token that a sharded head's loss sends are not counted.
+# collective -> n: in a ring of t ranks, each sends n (t - 1) / t unsharded tensors (Patarasuk and
+# Yuan, 2009). A sharded head's few numbers per token are not counted.
 SENT = {
     "all_reduce": 2,
     SUMMED: 2,

@@ -1,7 +1,6 @@
-"""Pass `compile_variant`: compile the parts of a variant's graphs with Inductor that lie between uncompiled operators.
+"""Pass `compile_variant`: compile parts of a variant's graphs with Inductor.
 
-Collectives stay uncompiled, as do operators whose compiled sums are not deterministic. Sequences of operators that
-offer too little to fuse, such as views and one matrix product, also stay uncompiled.
+Collectives, operators whose compiled sums are not deterministic, and sequences with too little to fuse stay uncompiled.
 """
 
 from __future__ import annotations
@@ -39,9 +38,10 @@ from hydragraph.spec.strategy import Strategy
 aten = torch.ops.aten
 
 BACKENDS = ("inductor", "eager")
-# Inductor tunes kernels for this value of the first symbolic size.
+# Inductor tunes kernels for this first symbolic size.
 TUNED = 2048
-# Maximum compiled versions of a piece: Inductor distinguishes small from large sizes, and 32-bit from 64-bit indices.
+# Maximum versions of a piece: Inductor distinguishes small and large sizes, and 32-bit and 64-bit
+# indices.
 CODES = 4
 WORTH = 2
 
@@ -51,13 +51,14 @@ UNORDERED = frozenset(
         *(aten._unsafe_index_put.default, aten.scatter_add.default, aten.scatter_reduce.two),
     }
 )
-# Operators not worth compiling: products run on cuBLAS or oneDNN in any case, and NO_WORK operators change no element.
+# Operators not worth compiling: products run on cuBLAS or oneDNN, and NO_WORK operators change no
+# element.
 UNFUSED = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 NO_WORK = frozenset({aten._unsafe_view.default, aten.detach.default, aten.scalar_tensor.default})
 
 
 def choose_backend(asked: str | None, device: torch.device) -> str:
-    """Return the backend: `asked` or, if None, "inductor" on CUDA and "eager" elsewhere.
+    """Return `asked` or, if None, "inductor" on CUDA and "eager" elsewhere.
 
     Raises:
         ValueError: `asked` is not a backend.
@@ -73,7 +74,6 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 
 
 def refuse_halves(strategy: Strategy) -> None:
-    """Raise Unsupported if a schedule splits backwards, which Inductor compiles as a whole."""
     require_whole_backward(strategy, "compilation with Inductor", 'pass backend="eager"')
 
 
@@ -84,8 +84,8 @@ def compile_variant(
 
     Args:
         variant: variant traced on CPU with contiguous weights.
-        strides: for each parameter name, the strides of the parameter's shard in a flat buffer.
-        device: device of the inputs, except 0-d integers, which are on the CPU.
+        strides: by parameter name, the strides of the parameter's shard in a flat buffer.
+        device: device of the inputs; 0-d integers are on the CPU.
 
     Raises:
         Unsupported: Inductor fails.
@@ -96,8 +96,7 @@ def compile_variant(
         for node, name in zip(placeholders_of(variant.forward), variant.inputs, strict=True)
     }
     try:
-        # results: fake values of the outputs, then of the saved values. The backward is compiled
-        # for the strides of these saved values.
+        # results: fake outputs, then saved values, for whose strides the backward is compiled.
         forward, results = _compile(variant.forward, [fakes[name] for name in variant.inputs], strides, variant.inputs)
         saved = {f"saved.{i}": value for i, value in enumerate(results[variant.outputs :])}
         values = fakes | saved | {"tangent": fake_like(results[0], device)}
@@ -122,8 +121,7 @@ def _place(value: Any, device: torch.device, strides: tuple[int, ...] | None) ->
 class GraphPiece(nn.Module):
     """Compiled part of a graph, called with the values of `symbols`, then the inputs.
 
-    Attributes:
-        graph: uncompiled graph, which runs if no compiled code supports the sizes.
+    The uncompiled `graph` runs if no compiled code supports the sizes.
     """
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -133,12 +131,12 @@ class GraphPiece(nn.Module):
         self._outputs = tuple(outputs)
         self.symbols = symbols_of(inputs)
         self.codes: list[tuple[Code, Condition]] = []
-        # Symbols get different sizes, because Inductor merges symbols of equal size.
+        # Inductor merges symbols of equal size, so use different sizes.
         self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])
 
     def forward(self, *arguments: Any) -> Sequence[Any]:
-        # Use the first code that is valid for the sizes, or else compile another, up to CODES.
-        # Sizes 0 and 1 get no code of their own, because Inductor specializes on them.
+        # Use the first code valid for the sizes, or compile another, up to CODES; but not for 0 and
+        # 1, on which Inductor specializes.
         sizes = arguments[: len(self.symbols)]
         code = next((code for code, holds in self.codes if holds(sizes)), None)
         if code is None and self.codes and len(self.codes) < CODES and min(sizes) >= LEAST:
@@ -173,13 +171,13 @@ def _compile(
     placeholders = placeholders_of(module)
     for node, value in zip(placeholders, inputs, strict=True):
         outer.copy(node, value)
-    # Compiled code expects contiguous inputs, except for shards and saved values.
+    # Compiled code expects contiguous inputs, except shards and saved values.
     for node, name in zip(placeholders, names, strict=True):
         if isinstance(outer.values[node], Tensor) and name not in strides and not name.startswith("saved."):
             outer.new[node] = outer.graph.call_function(aten.contiguous.default, (outer.new[node],))
     _read_sizes(outer, placeholders)
     mode = mode_of(inputs)
-    # Keep the graph's order: all ranks must call collectives in the same order.
+    # Keep the graph's order, so that all ranks call collectives in the same order.
     for run in _runs(module):
         values = _run(outer, run, mode)
         if _worth(run, values):
@@ -194,7 +192,8 @@ def _compile(
 
 
 def _read_sizes(outer: _Outer, placeholders: Sequence[fx.Node]) -> None:
-    # A symbol is the size of input `index` along `dim`, divided by `factor` (dim None: the input).
+    # A symbol is the size of input `index` along `dim` (None: the input itself), divided by
+    # `factor`.
     call = outer.graph.call_function
     for symbol, (index, dim, factor) in sources([outer.values[n] for n in placeholders]).items():
         node = outer.new[placeholders[index]]
@@ -203,13 +202,13 @@ def _read_sizes(outer: _Outer, placeholders: Sequence[fx.Node]) -> None:
 
 
 def _runs(module: fx.GraphModule) -> list[list[fx.Node]]:
-    # runs: pieces and single kept nodes in graph order. place: node -> index of the node's run.
+    # runs: pieces and single kept nodes in graph order. place: node -> index of its run.
     runs: list[list[fx.Node]] = [[]]
     place: dict[fx.Node, int] = {}
     for node in module.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        # A getitem joins its operand's run, so that no tuple enters or leaves a piece.
+        # A getitem joins its operand's run, so that no tuple enters or leaves pieces.
         if node.target is operator.getitem and node.args[0] in place:
             place[node] = place[node.args[0]]
             runs[place[node]].append(node)
@@ -231,7 +230,7 @@ def _run(outer: _Outer, run: Sequence[fx.Node], mode: Any) -> dict[fx.Node, Any]
     for node in run:
         if node.op == "call_function":
             values[node] = run_fake(node, values, mode)
-        # The value of a started collective is the pair (result, operand).
+        # A started collective's value is (result, operand).
         elif node.op == "call_method" and node.target == RESULT:
             values[node] = values[node.all_input_nodes[0]][0]
         elif node.op == "call_method":
@@ -248,7 +247,7 @@ def _received(value: Any, device: torch.device) -> Any:
 
 
 def _worth(run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
-    # Calling a piece costs more than calling a single operator.
+    # Calling a piece costs more than calling one operator.
     fusable = [n for n in run if not _kept(n) and n.target not in UNFUSED | NO_WORK and makes_tensors(n.target)]
     ends = {*_entering(run), *_leaving(run)}
     return len(fusable) >= WORTH and all(isinstance(values[n], Tensor | torch.SymInt) for n in ends)
@@ -277,7 +276,7 @@ def _add_piece(outer: _Outer, run: Sequence[fx.Node], values: Mapping[fx.Node, A
     piece = GraphPiece(fx.GraphModule({}, graph), [values[n] for n in inputs], [values[n] for n in outputs])
     name = f"piece_{len(outer.parts)}"
     outer.parts[name] = piece
-    # A piece takes the values of its symbols, then its inputs, and returns a tuple.
+    # A piece takes its symbols' values, then inputs, and returns a tuple.
     arguments = [outer.sizes[s] for s in piece.symbols] + [outer.new[n] for n in inputs]
     results = outer.graph.create_node("call_module", name, tuple(arguments))
     for i, node in enumerate(outputs):

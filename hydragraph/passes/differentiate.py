@@ -4,11 +4,10 @@ For y = linear(x, W), with W [8, 4] and the hidden state x [1, T, 4], the partit
 as follows:
 
     joint      (W, x, dy) -> (y, dW = dy^t x, dx = dy W)      placeholders primals_1, primals_2, tangents_1
-    forward    (W, x) -> (y, x as [T, 4], W again, T)         `outputs` 1; the three others are saved.0, .1 and .2
+    forward    (W, x) -> (y, x as [T, 4], W again, T)         `outputs` 1; the others are saved.0, .1 and .2
     backward   (T, x as [T, 4], W again, dy) -> (dW, dx)      `needs` saved.2, saved.0, saved.1, tangent
 
-Parameters are passed to the backward (`needs`), not saved, so that micro-batches in flight do not keep parameters in
-memory.
+The backward gets parameters from its caller (`needs`), so micro-batches in flight do not keep them in memory.
 """
 
 from __future__ import annotations
@@ -47,14 +46,13 @@ class Variant:
 
     Attributes:
         forward: graph from `inputs` to the outputs and saved values.
-        backward: graph from `needs` to `gradients`. For each name in `added`, the graph also takes a 2-D buffer, and
-            beta, which is 0 to ignore the buffer's content, else 1.
+        backward: graph from `needs` to `gradients`. For each parameter in `added`, it also takes a 2-D buffer for the
+            gradient, and beta: 0 to overwrite the buffer, else 1.
         inputs: names of parameters, buffers and template inputs, `start_of(name)` for each name in `vocabulary`, and
             "collectives" if the forward communicates.
-        needs: names "saved.{i}", parameters' names, "tangent" (the output's gradient), or "collectives".
+        needs: "saved.{i}", names of parameters, "tangent" (the output's gradient), or "collectives".
         gradients: names of parameters, or "hidden", whose gradients the backward returns.
         vocabulary: parameters sharded along the vocabulary.
-        added: names of parameters whose gradients the backward adds to buffers.
     """
 
     forward: fx.GraphModule
@@ -73,19 +71,19 @@ class Variant:
         return {**fields, "forward": None, "backward": data}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Graphs are decoded on first use, because a rank runs only some variants.
+        # A rank runs only some variants, so graphs are decoded on first use.
         vars(self).update(
             {name: value for name, value in state.items() if name not in _GRAPHS}, _data=state["backward"]
         )
 
     def __getattr__(self, name: str) -> Any:
         if name in _GRAPHS:
-            # Several threads may request graphs at the same time
+            # Several threads may request graphs simultaneously
             with _DECODING:
                 if "_data" in vars(self):
                     vars(self).update(zip(_GRAPHS, decode(vars(self)["_data"]), strict=True))
                     del vars(self)["_data"]
-            # Another thread may have decoded the graphs while this thread waited for the lock.
+            # Another thread may have decoded them while this one waited.
             if name in vars(self):
                 return vars(self)[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -98,46 +96,44 @@ def saved_names(count: int) -> tuple[str, ...]:
 @one_pass()
 @code_when_called()
 def differentiate(spec: VariantSpec, sharded: ShardedTemplate) -> Variant:
-    """Trace the forward and backward of a sharded template as one graph, and split the graph.
-
-    The backward of a template without gradients is empty.
+    """Trace a sharded template's forward and backward as one graph, and split the graph.
 
     Raises:
         Unsupported: the graphs would be valid only for some numbers of tokens.
     """
     template = spec.template
     budget = spec.part.recompute
-    # The joint graph's placeholder primals_{i + 1} is the input names[i].
+    # The placeholder primals_{i + 1} is the input names[i].
     names = [*template.parameters, *template.buffers, *template.inputs]
     names += [start_of(table) for table in sharded.vocabulary]
     joint, values, outputs = joint_of(spec, sharded)
-    # The partitioner cannot split a graph without trainable parameters.
+    # The partitioner cannot split graphs without trainable parameters.
     if budget is True or not any(results_of(joint)[outputs:]):
         forward, backward = recompute(joint, outputs)
     elif budget:
-        # The budget is a fraction of what min_cut would save, so partition once to find that.
+        # The budget is a fraction of what min_cut saves, so partition once to find that.
         forward, _ = partition(joint, values, outputs)
         most = {node.name for node in results_of(forward)[outputs:]}
         forward, backward = recompute(joint, outputs, within_budget(joint, outputs, most, budget))
     else:
         forward, backward = partition(joint, values, outputs, spec.partitioner)
     by_primal = {f"primals_{i + 1}": name for i, name in enumerate(names)}
-    # Remove parameters from the saved values: the backward gets them from the caller.
+    # Do not save parameters, which the backward gets from its caller.
     saved = [n.name for n in results_of(forward)[outputs:]]
     kept = [s for s in saved if by_primal.get(s) not in template.parameters]
     _output(forward, results_of(forward)[:outputs] + [n for n in results_of(forward)[outputs:] if n.name in kept])
-    # The backward has one result per name, which is None if the input gets no gradient.
+    # The backward has one result per name: None without a gradient.
     computed = results_of(backward)
     learnt = [(names[i], node) for i, node in enumerate(computed) if node is not None]
     _output(backward, [node for _, node in learnt])
-    # Name the backward's inputs in the order that the partitioner chose.
+    # Name the backward's inputs in the partitioner's order.
     needs = []
     for node in placeholders_of(backward):
         if node.name in kept:
             needs.append(f"saved.{kept.index(node.name)}")
         else:
             needs.append("tangent" if node.name.startswith("tangents") else by_primal[node.name])
-    # Bind collectives last, because the input that `_bind` adds has no name in `by_primal`.
+    # Bind collectives last: their input has no name in `by_primal`.
     inputs = list(names)
     if _bind(forward):
         inputs.append(COLLECTIVES)
@@ -161,7 +157,7 @@ def _output(graph: fx.GraphModule, values: list[fx.Node]) -> None:
 
 def _bind(module: fx.GraphModule) -> bool:
     graph = module.graph
-    # "enter" has no effect here, because a separate operator sums gradients.
+    # "enter" has no effect here: a separate operator sums gradients.
     for node in [n for n in graph.nodes if n.target is IDENTITY]:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
@@ -170,7 +166,7 @@ def _bind(module: fx.GraphModule) -> bool:
         with graph.inserting_after(placeholders_of(module)[-1]):
             group = graph.placeholder(COLLECTIVES)
         for node in collectives:
-            # The runtime's collectives know the number of ranks.
+            # The runtime's collectives know `ranks`.
             given = [argument.value for argument in arguments_of(node) if argument.name != "ranks"]
             with graph.inserting_before(node):
                 called = graph.call_method(METHODS[node.target], (group, *given))

@@ -1,9 +1,9 @@
 """Search for the dimensions that tensor parallelism may shard: a walk follows sharded values through a forward graph.
 
-In a *column-parallel* product with a weight, each rank computes some columns of the result. Values computed from the
-columns stay sharded until a *row-parallel* product, whose results are summed over the ranks. At first, every product
-with a replicated input is a candidate for column parallelism. The walk drops a candidate if an operator needs the whole
-sharded dimension. A parameter is sharded only if all operators that read it need the same shards.
+In a *column-parallel* product with a weight, each rank computes some columns of the result. Values computed from them
+stay sharded until a *row-parallel* product, whose results are summed over the ranks. Every product of a replicated
+value with a weight is a candidate for column parallelism, unless a later operator needs the whole dimension. A
+parameter is sharded only if all its readers need the same shards.
 
 In a Llama with 4 heads of size 16 (H = 64), the walk from the query's product finds the cuts (dim, scale):
 
@@ -44,7 +44,7 @@ from hydragraph.private.operator_schemas import has_tag
 
 aten = torch.ops.aten
 
-# Minimum number of units, unless they are heads, for which sharding is worth the communication.
+# Minimum units (except heads) for which sharding is worth its communication.
 NARROWEST = 16
 
 
@@ -57,10 +57,10 @@ class _Conflict(Exception):  # noqa: N818
 
 
 def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None, excluded: set[str]) -> Cuts:
-    """Find the cuts of a forward graph. Parameters that are named in `excluded` stay whole."""
+    """Find the cuts of a forward graph. Parameters named in `excluded` stay whole."""
     excluded = excluded | {p.name for p in parameters if not all(_cuts(user, p) for user in p.users)}
     # banned: products that stay replicated. origins: product -> units found so far, kept from walk
-    # to walk: an operator late in the graph may need larger units, which earlier values then use.
+    # to walk, because late operators may enlarge the units of earlier values.
     banned: set[fx.Node] = set()
     origins: dict[fx.Node, Origin] = {}
     unknown: dict[fx.Node, fx.Node] = {}
@@ -70,16 +70,16 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
             cuts = _Walk(parameters, tokens, excluded, banned, Cuts(origins=origins)).run(graph)
         except _Conflict as conflict:
             banned |= conflict.origins
-            # Keep graph order: all ranks must report the same problem.
+            # In graph order, all ranks report the same problem.
             unknown |= {
                 n: conflict.unknown for n in graph.nodes if n in conflict.origins and conflict.unknown is not None
             }
             origins.clear()
             continue
         stray = _unfinished(cuts)
-        # The loop ends, because each iteration bans a product, excludes a parameter or refines a unit.
+        # The loop ends: each iteration bans a product, excludes a parameter or refines a unit.
         if stray:
-            # Without these products, other values are sharded, so all units are found again.
+            # Other values are now sharded, so find all units again.
             banned |= stray
             origins.clear()
         elif before == _known(origins):
@@ -87,8 +87,8 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
             if not disputed:
                 cuts.unknown = unknown
                 return cuts
-            # A parameter whose readers need different shards stays whole. Products that were
-            # banned with the parameter sharded get another chance.
+            # A parameter whose readers need different shards stays whole. Products banned before
+            # get another chance.
             excluded = excluded | disputed
             banned.clear()
             origins.clear()
@@ -109,7 +109,7 @@ def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
         return all(reader.target is causal_convolution for reader in user.users)
     if user.target is causal_convolution or is_pointwise(user):
         return True
-    # Each product must read the parameter, or its transpose, once, as its weight or bias.
+    # Each product must read the parameter (or its transpose) once, as weight or bias.
     readers = [user] if product(user) is not None else list(user.users)
     every = [product(reader) for reader in readers]
     return bool(every) and all(
@@ -122,8 +122,8 @@ def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
 
 
 def _unfinished(cuts: Cuts) -> set[fx.Node]:
-    # A product is stray if no row-parallel product sums its values, if it has too few units, or
-    # if a segment ends inside a unit.
+    # Stray products: no row-parallel product sums their values, they have too few units, or a
+    # segment ends inside a unit.
     used = {o for cut in cuts.rows.values() for o in cut.origins}
     return {
         node
@@ -163,7 +163,7 @@ class _Walk:
         if node.target is aten.embedding.default:
             self._embedding(node)
             return None
-        # type_as reads only the dtype of its second operand.
+        # type_as reads only its second operand's dtype.
         read = operands(node)[:1] if node.target is aten.type_as.default else node.all_input_nodes
         if not any(self.cuts.of(n) for n in read):
             return None
@@ -180,7 +180,7 @@ class _Walk:
         if rule is None:
             self._need_whole(node, unknown=True)
             return None
-        # A parameter that meets a sharded value, such as a bias, becomes sharded like the value.
+        # A parameter that meets a sharded value, such as a bias, is sharded like it.
         if rule is pointwise or node.target is causal_convolution:
             self._cut_partners(node)
         cut = rule(self.cuts, node)
@@ -192,14 +192,14 @@ class _Walk:
     def _cut_partners(self, node: fx.Node) -> None:
         first = next(n for n in node.all_input_nodes if self.cuts.of(n) is not None)
         cut = self.cuts.cut[first]
-        # One segment of a fused product has different units from the whole product.
+        # A segment of a fused product has other units than the whole.
         if cut.outer or not (cut.pieces or (cut.start, cut.length) == (0, width(cut.lead))):
             return
         for operand in node.all_input_nodes:
             if operand in self.cuts.cut or not isinstance(value_of(operand), torch.Tensor):
                 continue
-            # Dimensions correspond from the right: 2 of [1, T, 64] is 0 of a bias [64]. Taps of a
-            # convolution are [channels, width].
+            # Dimensions correspond from the right: 2 of [1, T, 64] is 0 of a bias [64]. A
+            # convolution's taps are [channels, width].
             taps = node.target is causal_convolution
             dim = 0 if taps else cut.dim - (len(shape(node)) - len(shape(operand)))
             if 0 <= dim < len(shape(operand)) and shape(operand)[dim] == shape(first)[cut.dim]:
@@ -229,7 +229,7 @@ class _Walk:
         return []
 
     def _prefer_wider(self, node: fx.Node) -> None:
-        # Do not shard a narrow LoRA adapter if its summed result is added to a sharded value.
+        # Do not shard a narrow LoRA adapter whose summed result is added to a sharded value.
         cut = next(c for n in node.all_input_nodes if (c := self.cuts.of(n)))
         for operand in node.all_input_nodes:
             while operand not in self.cuts.rows and len(operand.all_input_nodes) == 1 and product(operand) is None:
@@ -243,7 +243,7 @@ class _Walk:
 
     def _product(self, node: fx.Node) -> Cut | None:
         x, weight, bias, _, outer, _ = known_product(node)
-        # The product ends a sharded region (row-parallel), is inside a region, or starts a region (column-parallel).
+        # The product ends a region (row-parallel), is inside one, or starts one (column-parallel).
         cut = self.cuts.of(x)
         last = len(shape(x)) - 1
         known_bias = bias is None or bias in self.parameters
@@ -251,8 +251,8 @@ class _Walk:
         if cut is not None and cut.dim == last and cut.plain and known_bias and self._may_cut(weight, node):
             self.cuts.rows[node] = cut
             return None
-        # Inside a region: the product treats all entries of the sharded dimension alike, so the
-        # result is sharded like x. With a weight per expert (bmm), the entries are not alike.
+        # Inside a region: entries of the sharded dimension are treated alike (except with a weight
+        # per expert, bmm), so the result is sharded like x.
         by_expert = node.target is aten.bmm.default and cut is not None and cut.dim == 0
         if cut is not None and cut.dim != last and self.cuts.of(weight) is None and not by_expert:
             return cut
@@ -271,7 +271,7 @@ class _Walk:
         if ids is self.tokens and self._may_cut(weight, node):
             self.cuts.origins.setdefault(node, Origin())
             self.cuts.columns.add(node)
-            # The lookup is both ends of a region: each rank finds some tokens, and the sum follows.
+            # The lookup starts and ends a region: each rank finds some tokens, and a sum follows.
             rows = int(shape(weight)[0])
             self.cuts.rows[node] = Cut(0, 1, 0, rows, node, frozenset({node}))
 
@@ -280,7 +280,8 @@ class _Walk:
         cut = self.cuts.of(logits)
         if node.target is torch.ops.hydragraph.token_entropy.default:
             weight = None
-        # A vocabulary-parallel loss requires labels [T], single classes as units (scale 1) and no class weights.
+        # A vocabulary-parallel loss needs labels [T], single classes as units (scale 1), no class
+        # weights.
         if cut is None or cut.dim != 1 or weight is not None or cut.scale != 1 or len(shape(labels)) != 1:
             self._need_whole(node)
         else:
@@ -294,7 +295,7 @@ def rules(cuts: Cuts) -> dict[fx.Node, ShardRule]:
 
 def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
     rule_of_reader: dict[fx.Node, dict[fx.Node, ShardRule]] = {}
-    # Column-parallel products shard the weight's output dimension, and the bias alike.
+    # Column-parallel products shard the weight's output dimension, and the bias.
     for node in cuts.columns:
         if node.target is aten.embedding.default:
             rule_of_reader.setdefault(operands(node)[0], {})[node] = ShardRule(0, _segments(cuts, node))
@@ -307,8 +308,8 @@ def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
     for node, cut in cuts.rows.items():
         if product(node) is not None:
             parts = known_product(node)
-            # Row-parallel products: bounds and `unit` count elements of the lead, and an entry of
-            # the weight's input dimension has `cut.scale` elements.
+            # Row-parallel products: bounds and `unit` count elements of the lead, `cut.scale` per
+            # entry of the weight's input dimension.
             unit = cuts.unit(cut)
             heads = any(cuts.origins[o].heads for o in cut.origins)
             bounds = [cut.start, *cuts.inner_bounds(cut), cut.start + cut.length]
@@ -322,7 +323,7 @@ def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
             rule_of_reader.setdefault(sinks, {})[node] = ShardRule(0, (int(shape(sinks)[0]),), 1, heads=True)
         if node.op == "placeholder":
             rule_of_reader.setdefault(node, {}).update(dict.fromkeys(node.users, _met_rule(cuts, cut)))
-    # A reader that is not in `by` needs the whole parameter (None).
+    # A reader that is not in `by` needs all of it (None).
     return {parameter: {by.get(user) for user in parameter.users} for parameter, by in rule_of_reader.items()}
 
 

@@ -36,12 +36,12 @@ def field_ranges_of(program: Program) -> tuple[FieldRange, ...]:
     aux = program.templates[program.aux.template]
     fields: dict[fx.Node, Shifted] = {}
     limits.update(_lookups(aux.graph, {name: (name, 0) for name in aux.inputs}, program.aux, program, fields))
-    # The block aux may pass fields, such as positions, to other blocks.
+    # Aux may pass fields, such as positions, to other blocks.
     outputs = next(n for n in aux.graph.graph.nodes if n.op == "output").args[0]
     shared = [fields.get(node) for node in outputs]
     seen = set()
     for block in program.blocks:
-        # Layers with one template and the same aux inputs have the same limits.
+        # Layers of one template and equal aux inputs have equal limits.
         key = (block.template, block.aux)
         if key in seen:
             continue
@@ -53,7 +53,7 @@ def field_ranges_of(program: Program) -> tuple[FieldRange, ...]:
         }
         known_inputs |= {name: field for name, at in zip(others, block.aux, strict=True) if (field := shared[at])}
         limits.update(_lookups(template.graph, known_inputs, block, program, {}))
-    # Rotary embeddings index no table, so the maximum position is taken from the config.
+    # Rotary embeddings index no table, so the config gives the maximum position.
     placed = any("position_ids" in template.inputs for template in program.templates.values())
     if program.positions is not None and placed and not any(limit.field == "position_ids" for limit in limits):
         most, setting = program.positions
@@ -106,7 +106,7 @@ def _limits(
     elif node.target in (aten.index_select.default, aten.gather.default):
         yield from _rows(arguments[0], arguments[1], arguments[2], fields, tensor_names)
     elif node.target is aten.index.Tensor:
-        # Unlike the other lookups, indexing accepts -rows to -1.
+        # Unlike other lookups, indexing accepts -rows to -1.
         for dim, index in enumerate(arguments[1]):
             yield from _rows(arguments[0], dim, index, fields, tensor_names, backwards=True)
     elif node.target in _LOSSES and arguments[1] in fields:
@@ -132,7 +132,7 @@ def _rows(
     rows = sizes[dim % len(sizes)] if len(sizes) else None
     if isinstance(rows, int):
         name, added = fields[index]
-        # The table is read at field + added, which must be in [low, rows).
+        # field + added must be in [low, rows).
         low = -rows if backwards else 0
         yield FieldRange(name, low - added, rows - added, tensor_names.get(table, f"a table of {rows} rows"))
 

@@ -1,11 +1,11 @@
-"""Pass `fuse_head`: fuse the head's product and the loss into one operator that never materializes the logits.
+"""Pass `fuse_head`: fuse the head's product and the loss into an operator that never materializes the logits.
 
     hidden [1, T, H] -- linear(weight [V, H]) --> logits [1, T, V] -- view, to fp32 --> [T, V]
                      -- cross_entropy(labels [T], "sum") --> loss []
     becomes
     hidden -- flatten --> [T, H] -- head_loss(weight, labels) --> (loss, and its gradients of hidden and of weight)
 
-Per-token losses, cross_entropy(labels, "none") --> [T], become head_token_losses(weight, labels).
+Per-token losses, cross_entropy(labels, "none"), become head_token_losses(weight, labels).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BETWEEN = frozenset({aten.flatten.using_ints, aten.view.default, aten.reshape.d
 
 @dataclass(frozen=True)
 class HeadNodes:
-    """Nodes of a head: hidden [..., H], weight [V, H], labels [T], and the loss."""
+    """Nodes of a head: hidden [..., H], weight [V, H], labels [T], loss."""
 
     hidden: fx.Node
     weight: fx.Node
@@ -45,7 +45,7 @@ class HeadNodes:
 
 
 def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
-    """Fuse the head of a graph with unsharded weights, or return the graph if `find_head` finds no head."""
+    """Fuse the head of a graph with unsharded weights, or return the graph if `find_head` finds none."""
     graph = copy_of(module)
     head = next((h for n in graph.nodes if (h := find_head(n)) is not None), None)
     if head is None:
@@ -64,7 +64,7 @@ def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def find_head(loss: fx.Node) -> HeadNodes | None:
-    """Return a loss's head, or None if the head has an unsupported option (class weights, a mean, a bias)."""
+    """Return a loss's head, or None if it has unsupported options (class weights, mean, bias)."""
     if loss.target is not aten.cross_entropy_loss.default:
         return None
     defaults: tuple[Any, ...] = (None, MEAN, -100, 0.0)
@@ -72,14 +72,14 @@ def find_head(loss: fx.Node) -> HeadNodes | None:
     weight, reduction, ignored, smoothing = tuple(rest) + defaults[len(rest) :]
     if weight is not None or reduction not in _FUSED or (smoothing and reduction != SUM) or len(shape(labels)) != 1:
         return None
-    # Walk from the logits back to the product. Another reader in between needs the logits.
+    # Walk from the logits back to the product, unless other nodes read values in between.
     product = logits
     while product.target in _BETWEEN and len(product.users) == 1:
         product = operands(product)[0]
     if product.target is not aten.linear.default or len(product.users) != 1 or any(operands(product)[2:]):
         return None
     hidden, matrix = operands(product)[:2]
-    # The fused operator computes the loss in fp32, or in fp64 for fp64 inputs.
+    # The fused loss is in fp32, or in fp64 for fp64 inputs.
     fp32 = torch.promote_types(value_of(hidden).dtype, torch.float32)
     if shape(logits)[-1] != shape(matrix)[0] or value_of(loss).dtype != fp32:
         return None

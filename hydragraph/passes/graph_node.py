@@ -18,13 +18,13 @@ aten = torch.ops.aten
 varlen = torch.ops.hydragraph.varlen_attention.default
 attention_dropout = torch.ops.hydragraph.attention_dropout.default
 dropout = torch.ops.hydragraph.dropout.default
-# Operators that mix tokens of one sequence, and share the meaning of their first seven arguments.
+# Operators that mix tokens of a sequence; their first seven arguments have the same meaning.
 ATTENDING = frozenset({varlen, attention_dropout})
 delta_rule = torch.ops.hydragraph.gated_delta_rule.default
 causal_convolution = torch.ops.hydragraph.causal_convolution.default
 # Operators whose fourth argument is cu_seqlens.
 ALONG_SEQUENCES = ATTENDING | {delta_rule, causal_convolution}
-# These are matched by name, because some releases of transformers do not register `grouped_mm_fallback`.
+# Matched by name, because not all releases of transformers register `grouped_mm_fallback`.
 GROUPED = frozenset({"aten._grouped_mm.default", "aten.grouped_mm.default", "transformers.grouped_mm_fallback.default"})
 CASTS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default})
 COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.detach.default})
@@ -36,7 +36,7 @@ def shape(node: fx.Node) -> list[Any]:
 
 
 def operands(node: fx.Node) -> tuple[Any, ...]:
-    """Return a node's positional arguments, with a narrower type than FX's."""
+    """Return a node's arguments, typed more narrowly than in FX."""
     return node.args
 
 
@@ -45,9 +45,8 @@ class Product(NamedTuple):
 
     Attributes:
         weight: 2-D, or for experts [experts, in, out] or [experts, out, in].
-        inner: the weight's input dimension.
-        outer: the weight's output dimension.
-        given: the node that the product reads: the weight or the weight's transpose.
+        inner, outer: the weight's input and output dimensions.
+        given: the node that the product reads: the weight or its transpose.
     """
 
     x: fx.Node
@@ -64,7 +63,7 @@ def product(node: fx.Node) -> Product | None:
         weight = _untransposed(operand)
         inner, outer = (1, 2) if weight is operand else (2, 1)
         return Product(x, weight, None, inner, outer, operand)
-    # The weight is [out, in] for `linear`, and [in, out] for `addmm` (Conv1D of transformers) and `mm`.
+    # Weights are [out, in] in `linear`, [in, out] in `addmm` (Conv1D of transformers) and `mm`.
     if node.target is aten.linear.default:
         x, weight, *bias = operands(node)
         return Product(x, weight, bias[0] if bias else None, 1, 0, weight)
@@ -78,7 +77,7 @@ def product(node: fx.Node) -> Product | None:
 
 
 def is_grouped(node: fx.Node) -> bool:
-    """Return whether a node multiplies each row by the weight of the row's expert."""
+    """Return whether a node multiplies each row by its expert's weight."""
     if node.target is aten.bmm.default:
         return _untransposed(operands(node)[1]).op == "placeholder"
     return node.op == "call_function" and str(node.target) in GROUPED
@@ -96,7 +95,7 @@ def known_product(node: fx.Node) -> Product:
 
 
 def chosen_rows(node: fx.Node) -> fx.Node | None:
-    """Return the placeholder whose rows an operator selects, such as experts' biases, or None."""
+    """Return the placeholder whose rows an operator selects, or None."""
     if node.target is not aten.index.Tensor or len(operands(node)[1]) != 1:
         return None
     source: fx.Node = operands(node)[0]
@@ -104,5 +103,5 @@ def chosen_rows(node: fx.Node) -> fx.Node | None:
 
 
 def sink(node: fx.Node) -> fx.Node | None:
-    """Return the attention sinks of an attention call, [Hq], or None if the call has none."""
+    """Return the attention sinks [Hq] of an attention call, or None."""
     return operands(node)[10] if node.target is varlen and len(operands(node)) > 10 else None

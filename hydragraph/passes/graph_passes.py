@@ -1,4 +1,4 @@
-"""Graph passes: the steps that turn a block's template into the graphs that a rank runs (`Variant`)."""
+"""Graph passes: the steps from a block's template to the graphs that a rank runs (`Variant`)."""
 
 from __future__ import annotations
 
@@ -44,8 +44,6 @@ class GraphPass:
 
 @dataclass(frozen=True, eq=False)
 class PassResult:
-    """Graphs made by a pass."""
-
     name: str
     graphs: Graphs
     seconds: float
@@ -99,10 +97,10 @@ GRAPH_PASSES: tuple[GraphPass, ...] = (
 
 
 def run_passes(spec: VariantSpec, traced: Variant | None = None) -> Iterator[PassResult]:
-    """Run the passes of a spec in order, and yield each pass's result.
+    """Run the passes of a spec in order, and yield each result.
 
     Args:
-        traced: variant already traced for an equal spec, so that only `compile` runs.
+        traced: variant traced for an equal spec, so that only `compile` runs.
 
     Raises:
         Unsupported: a pass does not support the block.
@@ -118,14 +116,14 @@ def run_passes(spec: VariantSpec, traced: Variant | None = None) -> Iterator[Pas
 def make_variant(
     spec: VariantSpec, traced: Variant | None = None, keep: Callable[[VariantSpec, Variant], None] | None = None
 ) -> tuple[Variant, dict[str, float]]:
-    """Return the graphs that a rank runs, and each pass's duration in seconds.
+    """Return the graphs that a rank runs, and each pass's seconds.
 
     Args:
-        keep: function called with the spec and its variant if this call traces the variant.
+        keep: function called with the spec and the variant if this call traces the variant.
     """
     seconds: dict[str, float] = {}
     graphs: Graphs = traced or spec.template
-    # `keep` gets the graphs before compilation, which are equal on all devices.
+    # Before compilation, graphs are equal on all devices.
     last = [name for name in spec.passes if name != COMPILE][-1]
     for result in run_passes(spec, traced):
         graphs = result.graphs

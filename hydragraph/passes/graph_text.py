@@ -1,4 +1,4 @@
-"""Readable text of FX graphs, with one operator per line, and comparison of graphs."""
+"""Readable text of FX graphs, one operator per line, and comparison of graphs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import fx
 
 
 def graph_text(module: fx.GraphModule) -> str:
-    """Return a graph's operators as text, without names that depend on earlier traces."""
-    # Number inputs named "other" from 0: their own numbers depend on the release of transformers.
+    """Return a graph's text, without names that depend on earlier traces."""
+    # Number inputs named "other" from 0; their own numbers depend on transformers' release.
     names: dict[fx.Node, str] = {}
     others = 0
     lines = []
@@ -32,7 +32,7 @@ def graph_text(module: fx.GraphModule) -> str:
 
 
 def changes(before: fx.GraphModule | None, after: fx.GraphModule) -> str:
-    """Return a graph's operator count and its changes, such as "21 operators: +2 hydragraph.tp_enter.default"."""
+    """Return a graph's operator count and changes: "21 operators: +2 hydragraph.tp_enter.default"."""
     old, new = (_operators(module) for module in (before, after))
     count = f"{new.total()} operator{'s' * (new.total() != 1)}"
     if before is not None and graph_text(before) == graph_text(after):

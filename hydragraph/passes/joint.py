@@ -1,14 +1,13 @@
 """Joint forward and backward graph of a sharded template, traced once for all tensor-parallel degrees if possible.
 
-Traces of two tensor-parallel degrees differ only in sizes. Therefore, a template is traced once with local sizes
-("shares") that are multiples of a large prime P. Replacing P by 1 / degree in the trace yields each degree's graph. For
-example, 32 heads are 32 P in the trace, and 16 heads for degree 2. Under sequence parallelism, graphs also contain the
-degree, because all ranks together have degree times as many tokens as one rank. A second prime Q represents the degree
-in the trace.
+Traces of two degrees differ only in sizes, so a template is traced with local sizes ("shares") that are multiples of a
+large prime P. Replacing P by 1 / degree in the trace yields each degree's graph: 32 heads are 32 P in the trace, and 16
+for degree 2. Under sequence parallelism, all ranks together have degree times as many tokens as one rank, so a second
+prime Q stands for the degree.
 
-The model's own numbers are smaller than P and Q, so sums and products reveal multiples of P and Q (Kronecker's
-substitution). A degree gets its own trace if it is unclear whether a number is a multiple of P or Q, if the degree does
-not divide a share, or if a share becomes 1, on which PyTorch specializes.
+The model's own numbers are smaller than P and Q, so multiples can be recognized (Kronecker's substitution). A degree
+gets its own trace if a number is ambiguous, if the degree does not divide a share, or if a share becomes 1, on which
+PyTorch specializes.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 
 _LOG = logging.getLogger(__name__)
 
-# Models' numbers are smaller than these primes, and P times a weight's number of elements fits in 64 bits.
+# Models' numbers are smaller than these primes, and P times a weight's size fits in 64 bits.
 SHARE = 268_435_399  # P
 RANKS = 134_217_689  # Q
 _UNBOUNDED = frozenset({2**63 - 1, -(2**63)})
@@ -48,7 +47,7 @@ _traces: LRU[str, Mapping[str, Any] | None] = LRU(_KEPT)
 
 
 class _NotProvenError(Exception):
-    """Raised if one degree's graph cannot be derived from the graph for all degrees."""
+    """Raised if one degree's graph cannot be derived from the trace for all degrees."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class _WideRule(ShardRule):
 
 
 def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule, list[torch.Tensor], int]:
-    """Return a rank's joint graph, the values of the graph's placeholders, and the number of forward outputs.
+    """Return a rank's joint graph, its placeholders' values, and the number of forward outputs.
 
     Raises:
         Unsupported: the graph would be valid only for some numbers of tokens.
@@ -70,7 +69,7 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
     rules = [parameter.rule for parameter in spec.parameters.values() if parameter.rule is not None]
     # For a degree that leaves one head, the common trace would only be made in vain.
     if spec.part.tp > 1 and not any(rule.leaves_one_head(spec.part.tp) for rule in rules):
-        # With local names, all layers that share a template also share the cached trace.
+        # With local names, layers that share a template share the cached trace.
         local = tuple((name, replace(parameter, name=name)) for name, parameter in spec.parameters.items())
         template, part = spec.template, wide_part(spec.part.sequence_parallel)
         wide = _wide_trace(template, template.content, local, part, spec.dtype, spec.learning, spec.fused_head)
@@ -81,7 +80,7 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
                 return joint, values, outputs
             except (_NotProvenError, Unsupported) as error:
                 _LOG.debug("%s gets its own trace for tp %d: %s", spec.where, spec.part.tp, error)
-    # No common trace: trace this degree, or reuse a trace that differs only in recomputation.
+    # No common trace: trace this degree, or reuse one that differs only in recomputation.
     made: list[tuple[fx.GraphModule, list[torch.Tensor]]] = []
 
     def make() -> Mapping[str, Any] | None:
@@ -95,7 +94,7 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
             return None
 
     data = _traces.get(_plain(spec).key, make)
-    # The cache had the key, so `make` did not run. None means that the graph cannot be encoded.
+    # The cache had the key, so `make` did not run. None: the graph cannot be encoded.
     if not made:
         if data is None:
             make()
@@ -106,12 +105,11 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
 
 def wide_part(sequence_parallel: bool) -> StagePart:
     """Return the stage part to trace for all degrees."""
-    # Without sequence parallelism, all degrees above 1 have equal traces.
+    # Without sequence parallelism, degrees above 1 have equal traces.
     return StagePart(StageKind(RANKS, True) if sequence_parallel else StageKind(2))
 
 
 def _plain(spec: VariantSpec) -> VariantSpec:
-    """Return the spec without recomputation and sums in pieces, which do not change the joint graph."""
     kind = StageKind(spec.part.tp, spec.part.sequence_parallel)
     return replace(spec, part=StagePart(kind, spec.part.index))
 
@@ -119,7 +117,7 @@ def _plain(spec: VariantSpec) -> VariantSpec:
 def _decoded(data: Mapping[str, Any]) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     (joint,) = decode(data)
     for node in joint.graph.nodes:
-        # This call also stores the value where partitioners expect it
+        # This also stores the value where partitioners expect it
         value_of(node)
     return joint, [value_of(node) for node in placeholders_of(joint)]
 
@@ -139,12 +137,12 @@ def _wide_trace(
     try:
         sharded = shard(template, wide, part, fused_head)
         joint, values = _traced(spec, sharded)
-        # Graphs stored as data do not include assumptions
+        # Graph data does not include assumptions
         if assumptions(values):
             return None
         return encode(sharded.graph), encode(joint)
     except Exception as error:
-        # Wide sizes exceed any machine's memory, so any error may occur.
+        # Wide sizes exceed any memory, so any error may occur.
         _LOG.debug("template %s has no trace that is valid for all degrees: %s", template.name, error)
         return None
 
@@ -159,10 +157,10 @@ def _widened(parameter: Parameter) -> Parameter:
 def _at(
     forward: Mapping[str, Any], joint: Mapping[str, Any], sharded: ShardedTemplate, tp: int
 ) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    # Shards may be uneven, so compare the converted forward with the degree's own forward.
+    # Shards may be uneven, so compare the converted forward with the degree's own.
     own = encode(sharded.graph)["graphs"][0]
     for narrowed, node in zip(_narrowed(forward["graphs"][0], tp), own, strict=True):
-        # 1 to 4: kind, target, args and kwargs. Names and values may differ.
+        # 1 to 4: kind, target, args, kwargs. Names and values may differ.
         if narrowed[1:5] != node[1:5]:
             raise _NotProvenError(f"{node[2]}{node[3]} is {narrowed[2]}{narrowed[3]} in the common trace")
     nodes = list(_narrowed(joint["graphs"][0], tp))
@@ -203,7 +201,7 @@ def _narrow_size(size: int | str, tp: int, known: dict[str, str]) -> int | str:
     if isinstance(size, int):
         return _share(size, tp)
     if size not in known:
-        # "1073741596*s0" (4 P tokens) becomes "2*s0" for degree 2; s0 is not changed.
+        # "1073741596*s0" (4 P tokens) becomes "2*s0" for degree 2.
         known[size] = re.sub(r"(?<![\w.])\d+", lambda number: str(_share(int(number[0]), tp)), size)
     return known[size]
 
@@ -211,7 +209,7 @@ def _narrow_size(size: int | str, tp: int, known: dict[str, str]) -> int | str:
 def _share(number: int, tp: int) -> int:
     if abs(number) < RANKS or number in _UNBOUNDED:
         return number
-    # Divide by Q, which stands for the degree. The rest is a model's number or a multiple of P.
+    # Divide by Q (the degree). The rest is a model's number or a multiple of P.
     degrees = 1
     while number % RANKS == 0:
         number, degrees = number // RANKS, degrees * tp
@@ -227,7 +225,7 @@ def _share(number: int, tp: int) -> int:
 
 
 def _no_share(number: float) -> float:
-    # A float may be a multiple of P, its inverse or a root: attention scales by 1 / sqrt(D).
+    # A float may be P's multiple, its inverse or root: attention scales by 1 / sqrt(D).
     size = abs(number)
     candidates = (size, 1 / size, size * size, 1 / size / size) if 1e-30 < size < 1e30 else ()
     for candidate, prime in itertools.product(candidates, (SHARE, RANKS)):
@@ -238,7 +236,7 @@ def _no_share(number: float) -> float:
 
 
 def _traced(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    # Under sequence parallelism, only hidden states have T / tp tokens.
+    # In sequence parallelism, only hidden states have T / tp tokens.
     template, part = spec.template, spec.part
     hints: dict[str, int] = {}
     shapes = {n: spec.parameters[n].local_shape(part.tp, part.index) for n in template.parameters}
@@ -256,12 +254,7 @@ def _traced(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule
 def _spec(
     node: fx.Node, hints: dict[str, int], ranks: int, in_part: bool = False, differentiable: bool = False
 ) -> TensorSpec:
-    """Return a value's `TensorSpec`.
-
-    Args:
-        in_part: whether sequence parallelism shards the value by tokens.
-    """
-    # The token count T is "s0", and each of two ranks has "s0/2" tokens.
+    # The token count T is "s0"; each of two ranks has "s0/2".
     value = value_of(node)
     sizes: list[int | str] = []
     for size in value.shape:

@@ -1,8 +1,8 @@
 """Memory budgets: selection of values that are recomputed in the backward instead of saved.
 
-First, the partitioner "min_cut" selects storages to save. Then, the storage that is cheapest to recompute per byte is
-dropped, repeatedly, until the saved bytes are within the budget. Inputs and results of the forward are not counted.
-Values stay saved if recomputing them needs attention, collectives or random numbers.
+First, the partitioner "min_cut" selects storages to save. Then, until these are within the budget, the storage that is
+cheapest to recompute per byte is dropped. Inputs and results of the forward do not count. Values stay saved if
+recomputing them needs attention, collectives or random numbers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from hydragraph.ir.graph_data import results_of, storages_of, value_of
 from hydragraph.private.graph_values import TensorForm
 from hydragraph.private.tracing import ancestors_of, draws, hint_of
 
-# For each operator, the index of the operand whose last dimension is summed over
+# operator -> index of the operand whose last dimension is summed over
 _PRODUCTS = {
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.bmm.default: 0,
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.baddbmm.default: 1,
 }
-# Operators that may run again in the backward
+# Operators that the backward may run again
 _LOCAL = frozenset(
     {torch.ops.hydragraph.dropout.default, torch.ops.hydragraph.tp_enter.default, torch.ops.hydragraph.tp_split.default}
 )
-# Matrix-product operations that take as long as moving one element, on a GPU with 3e14 operations/s and 2e12 bytes/s.
+# Matrix-product operations in the time of moving an element, at 3e14 operations/s and 2e12 bytes/s.
 PER_ELEMENT = 600
 
 
@@ -36,14 +36,14 @@ def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], b
     """Return the names of the values that stay saved.
 
     Args:
-        joint: forward and backward graph, whose first `outputs` results are the forward's.
+        joint: joint graph, whose first `outputs` results are the forward's.
     """
     results = results_of(joint)
     forward = ancestors_of(results[:outputs])
     gradients = [node for node in results[outputs:] if isinstance(node, fx.Node)]
     inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
-    # free: storages that exist in any case. kept: saved node -> its other storages.
-    # sizes: storage -> bytes. dropped: storages to recompute, in the order of their choice.
+    # free: storages that exist anyway. kept: saved node -> its other storages. sizes: storage ->
+    # bytes. dropped: storages to recompute, in order of choice.
     free = {key for node in [*inputs, *results[:outputs]] for key, _ in storages_of(node)}
     kept = {node: {key for key, _ in storages_of(node)} - free for node in joint.graph.nodes if node.name in saved}
     sizes = {key: _bytes(form) for node in kept for key, form in storages_of(node) if key not in free}
@@ -51,14 +51,14 @@ def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], b
     dropped: list[int] = []
     cost = _cost(gradients, _without(kept, dropped), forward)
     while sum(sizes.values()) - sum(sizes[key] for key in dropped) > room:
-        # In graph order, all processes choose the same of several equally cheap storages.
+        # In graph order, all processes choose the same of equally cheap storages.
         costs = {key: _cost(gradients, _without(kept, [*dropped, key]), forward) for key in sizes if key not in dropped}
         cheapest = min(costs, key=lambda key: (costs[key] - cost) / sizes[key])
         if math.isinf(costs[cheapest]):
             break
         cost = costs[cheapest]
         dropped.append(cheapest)
-    # The last drop may have freed more than necessary, so keep earlier choices that fit again.
+    # The last drop may have freed too much, so keep earlier choices that fit again.
     for key in reversed(dropped):
         saved_bytes = sum(sizes.values()) - sum(sizes[other] for other in dropped)
         if saved_bytes + sizes[key] <= room:
@@ -71,8 +71,7 @@ def _without(kept: dict[fx.Node, set[int]], dropped: Collection[int]) -> list[fx
 
 
 def _cost(gradients: Iterable[fx.Node], kept: Collection[fx.Node], forward: Collection[fx.Node]) -> float:
-    # Walk back from the gradients to kept values and inputs: the forward's nodes on the way run
-    # again in the backward.
+    # Forward nodes between the gradients and kept values or inputs run again.
     cost = 0.0
     pending = list(gradients)
     seen = set(pending)
@@ -89,7 +88,7 @@ def _cost(gradients: Iterable[fx.Node], kept: Collection[fx.Node], forward: Coll
 
 
 def operations(node: fx.Node) -> float:
-    """Return a node's recomputation cost in matrix-product operations, or inf if the node must not run again."""
+    """Return a node's recomputation cost in matrix-product operations; inf if it must not run again."""
     if draws(node) or (str(node.target).startswith("hydragraph.") and node.target not in _LOCAL):
         return math.inf
     output_elements = sum(_elements(form) for _, form in storages_of(node))

@@ -1,10 +1,6 @@
 """Offload: move saved values to host memory, and fetch them one computation before the backward that reads them.
 
-    offload  o.layer.0.0, c.layer.0.0 = offload layer.0 [0] (s.layer.0.0)   after s.layer.0.0
-    offload  f.layer.0.0 = fetch layer.0 [0] (o.layer.0.0)
-
-An offloading stage keeps the saved values of only two blocks on its device. Values whose backward follows too soon stay
-on the device.
+An offloading stage's device holds only the saved values of two blocks, and values whose backward follows soon.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind, copying, fetched, offloaded
 from hydragraph.passes.place import Placement
 
-# Bytes for which a copy's fixed cost equals its transfer time
+# Bytes whose transfer takes as long as a copy's fixed cost
 SMALL_BYTES = 1 << 16
 
 
@@ -33,28 +29,28 @@ def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
         return program
     computing = [i for i in program.instructions if i.op in (Op.FORWARD, Op.BACKWARD) and i.target != "aux"]
     made: dict[Value, int] = {}
-    offloads: dict[int, Instruction] = {}  # for each index of a forward, the offload that follows
-    # For each index of a computation, the instructions that precede it.
+    offloads: dict[int, Instruction] = {}  # index of a forward -> offload after it
+    # index of a computation -> instructions that precede it.
     before: defaultdict[int, list[Instruction]] = defaultdict(list)
     for number, computation in enumerate(computing):
         made.update((value, number) for value in computation.writes if value.kind is ValueKind.SAVED)
         for value in computation.reads:
-            # The value must be off the device for at least one computation.
+            # The value must be away for at least one computation.
             if value.kind is ValueKind.SAVED and number - made[value] > 3:
-                # Computation i saves the value, and n reads it. The copy to the host overlaps with
-                # i + 1, the value is away during i + 2 to n - 2, and the fetch overlaps with n - 1.
+                # Computation i saves the value, and n reads it. The copy overlaps with i + 1, the
+                # value is away during i + 2 to n - 2, and the fetch overlaps with n - 1.
                 of = (value.block, value.micro_batch)
                 host, leaving, back = (make(*of) for make in (offloaded, copying, fetched))
                 offloads[made[value]] = Instruction(
                     Op.OFFLOAD, *of, reads=(value,), writes=(host, leaving), after=(value,)
                 )
-                # Free before any fetch at the same place, to make room for the fetched values.
+                # Free before fetches at the same place, to make room.
                 before[made[value] + 2].insert(0, Instruction(Op.FREE, reads=(leaving,), after=(leaving,)))
                 before[number - 1].append(Instruction(Op.FETCH, *of, reads=(host,), writes=(back,)))
                 reads = tuple(back if read == value else read for read in computation.reads)
                 computation = replace(computation, reads=reads, after=(*computation.after, back))
                 computing[number] = computation
-    # Put the new instructions around the computations, which have new reads.
+    # Insert the new instructions; computations have new reads.
     placed: list[Instruction] = []
     number = 0
     for instruction in program.instructions:

@@ -1,6 +1,6 @@
-"""Rules that derive the cut (sharding) of an operator's result from the cuts of its operands.
+"""Rules that derive the cut of an operator's result from the cuts of its operands (`passes.tensor_cut`).
 
-A rule returns None if operands must be whole. `passes.tensor_cut` defines cuts, and `passes.find_cuts` has an example.
+A rule returns None if operands must be whole.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
         cut = cuts.of(operand)
         if cut is None:
             continue
-        # Dimensions correspond from the right, as in broadcasting.
+        # As in broadcasting, dimensions correspond from the right.
         cut = replace(cut, dim=cut.dim + ndim - len(shape(operand)))
         if out is not None:
-            # Corresponding units, such as gate and up columns of an MLP, must be on the same rank.
+            # Corresponding units, such as an MLP's gate and up columns, must share a rank.
             if _size(cut) != _size(out) or cut.pieces or out.pieces:
                 return None
             joined = cuts.join([cut, out])
@@ -66,7 +66,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
             cut = joined
         out = cut
     assert out is not None
-    # Unsharded operands must be the same for every unit: cos [1, 1, T, 16] is, but a bias [64] is not.
+    # Unsharded operands must be equal for all units: cos [1, 1, T, 16] is, a bias [64] is not.
     for operand in node.all_input_nodes:
         if cuts.of(operand) is None and isinstance(value_of(operand), torch.Tensor):
             dim = out.dim - (ndim - len(shape(operand)))
@@ -74,7 +74,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
                 return None
     if out.pieces:
         return out
-    # All operands must have the same unit: a gate that multiplies heads is sharded by heads.
+    # Operands must have the same unit: a gate of heads is sharded by heads.
     leads = [cuts.origins[c.lead] for n in node.all_input_nodes if (c := cuts.of(n)) is not None]
     head = next((lead.head for lead in leads if lead.heads), 0)
     for lead in leads:
@@ -114,7 +114,7 @@ def _move(cuts: Cuts, node: fx.Node) -> Cut | None:
     x, *rest = operands(node)
     cut = cuts.of(x)
     ndim = len(shape(x))
-    # The operand's dimension for each dimension of the result
+    # Dimension of the result -> the operand's
     dims: list[int | None] = list(range(ndim))
     match node.target:
         case aten.transpose.int:
@@ -123,7 +123,7 @@ def _move(cuts: Cuts, node: fx.Node) -> Cut | None:
             dims = [d % ndim for d in rest[0]]
         case aten.unsqueeze.default:
             dims.insert(rest[0] % (ndim + 1), None)
-        # squeeze leaves a dimension larger than 1 unchanged.
+        # squeeze keeps dimensions larger than 1.
         case aten.squeeze.dim | aten.select.int if len(shape(node)) < ndim:
             del dims[rest[0]]
         case aten.expand.default:
@@ -132,7 +132,6 @@ def _move(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def join_dim(node: fx.Node) -> int:
-    """Return the non-negative dimension along which an operator joins, stacks or slices."""
     return int(operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(node))
 
 
@@ -146,7 +145,7 @@ def _common(cuts: Cuts, values: Sequence[fx.Node], key: Callable[[Cut], object])
 
 
 def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # Each rank will expand a part to its own heads, if the part is expanded to all heads.
+    # A part that is expanded to all heads is expanded to each rank's own heads.
     parts = operands(node)[0]
     first_cut = next((c for p in parts if (c := cuts.of(p)) is not None), None)
     for part in parts:
@@ -154,11 +153,11 @@ def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
             cuts.cut[part] = first_cut
     part_cuts = [cuts.of(p) for p in parts]
     dim = join_dim(node)
-    # Joined along the sharded dimension, the result has one piece per part.
+    # Joined along the sharded dimension: one piece per part.
     pieces = [cut for cut in part_cuts if cut is not None and cut.dim == dim and cut.plain]
     if len(pieces) == len(parts):
         return replace(pieces[0], origins=_origins(pieces), pieces=tuple(pieces))
-    # Joined along another dimension, all parts must be sharded alike.
+    # Joined along another dimension: parts must be sharded alike.
     common = _common(cuts, parts, lambda cut: (cut.dim, cut.scale, cut.length, bool(cut.pieces)))
     return None if common is None or common.pieces or common.dim == dim else common
 
@@ -178,7 +177,7 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
     if cut is None:
         return None
     sizes = shape(x)
-    # Undo an earlier merge: view [T * 4, 16] as [T, 4, 16] first.
+    # First undo an earlier merge: view [T * 4, 16] as [T, 4, 16].
     if cut.outer:
         sizes = [*sizes[: cut.dim], *cut.outer, cut.entries, *sizes[cut.dim + 1 :]]
         cut = replace(cut, dim=cut.dim + len(cut.outer), outer=())
@@ -207,8 +206,8 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
 def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
     """Return the dimension of a view whose outermost factor is dimension `dim` of the viewed value, or None.
 
-    If [1, T, 4, 16] is viewed as [T, 64], dimension 2 becomes dimension 1. For dimension 3, the result is None, because
-    each rank's part of the view would be scattered.
+    If [1, T, 4, 16] is viewed as [T, 64], dimension 2 becomes 1. Dimension 3 yields None, because each rank's part of
+    the view would be scattered.
     """
     for source, target in _groups(before, after):
         if dim in source:
@@ -218,7 +217,7 @@ def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
 
 
 def _merged(cuts: Cuts, cut: Cut, before: list[Any], after: list[Any]) -> Cut | None:
-    """Return the cut of a view that merges the cut dimension into earlier dimensions: [T, 64] as [T * 4, 16]."""
+    """Return the cut of a view that merges the cut dimension into earlier ones: [T, 64] as [T * 4, 16]."""
     for source, target in _groups(before, after):
         if cut.dim != source.stop - 1 or cut.pieces or len(target) > 2:
             continue
@@ -232,7 +231,7 @@ def _merged(cuts: Cuts, cut: Cut, before: list[Any], after: list[Any]) -> Cut | 
 
 
 def _groups(before: list[Any], after: list[Any]) -> Iterator[tuple[range, range]]:
-    """Yield groups of equal size: for [1, T, 4, 16] viewed as [T, 64], (1, T) and (T), then (4, 16) and (64)."""
+    """Yield groups of equal size: for [1, T, 4, 16] as [T, 64], (1, T) and (T), then (4, 16) and (64)."""
     i = j = 0
     while i < len(before) and j < len(after):
         first_i = i
@@ -241,7 +240,7 @@ def _groups(before: list[Any], after: list[Any]) -> Iterator[tuple[range, range]
         b = after[j]
         i += 1
         j += 1
-        # Compare symbolic sizes by name, and extend the group with the smaller hint.
+        # Compare symbolic sizes by name; extend the group with the smaller hint.
         while not _same(a, b):
             if hint_of(a) < hint_of(b):
                 a = a * before[i]
@@ -266,7 +265,7 @@ def _split(cuts: Cuts, node: fx.Node) -> Cut | None:
         return cut if split_sizes(node) == [piece.entries for piece in cut.pieces] else None
     if not isinstance(cut.scale, int) or cut.outer:
         return None
-    # Parts of a split become segments, so that each rank has some units of every part.
+    # Parts of a split become segments: each rank has some units of every part.
     at = cut.start
     for size in split_sizes(node)[:-1]:
         at += size * cut.scale
@@ -307,7 +306,7 @@ def _getitem(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # Add the defaults of omitted arguments: dim 0, start 0, no end, step 1.
+    # Add defaults: dim 0, start 0, no end, step 1.
     given: tuple[Any, ...] = operands(node) + (0, 0, 2**63 - 1, 1)[len(operands(node)) - 1 :]
     x, dim, start, stop, step = given[:5]
     cut = cuts.of(x)
@@ -319,7 +318,8 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
     if not isinstance(cut.scale, int) or not cut.plain:
         return None
     if step != 1:
-        # The value interleaves `step` values, such as gate and up, so `step` adjacent elements must stay on one rank.
+        # `step` values (such as gate and up) are interleaved: `step` adjacent elements stay
+        # together.
         if a >= step or b != size or size % step:
             return None
         cuts.refine(cut, cut.scale * step)
@@ -335,7 +335,7 @@ def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
         return None
     if len({cut.length for cut in head_cuts}) == 1:
         return cuts.join(head_cuts)
-    # With fewer key heads than query heads, the result has the query's heads.
+    # The result has the query's heads, even with fewer key heads.
     return replace(head_cuts[0], origins=_origins(head_cuts))
 
 
@@ -343,7 +343,7 @@ def _by_heads(cuts: Cuts, values: Sequence[fx.Node]) -> list[Cut] | None:
     head_cuts = [c for n in values if (c := cuts.of(n)) is not None and c.dim == 1 and c.plain]
     if len(head_cuts) < len(values) or not all(isinstance(cut.scale, int) for cut in head_cuts):
         return None
-    # Ranks may share key heads, so shard rules must know that units are heads.
+    # Ranks may share key heads, so rules must know that units are heads.
     for cut in head_cuts:
         assert isinstance(cut.scale, int)
         for origin in cut.origins:
@@ -353,19 +353,19 @@ def _by_heads(cuts: Cuts, values: Sequence[fx.Node]) -> list[Cut] | None:
 
 
 def _delta_rule(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # q and k are [T, key heads, D], v is [T, heads, D], and the rates g and beta are [T, heads].
+    # q, k [T, key heads, D]; v [T, heads, D]; rates g, beta [T, heads].
     q, k, v, _, g, beta = operands(node)[:6]
     head_cuts = _by_heads(cuts, (q, k, v, g, beta))
     if head_cuts is None or cuts.of(operands(node)[3]):
         return None
-    # In products that also yield value heads, a key head must cover whole value heads.
+    # In products with value heads, a key head must cover whole value heads.
     if any(cut.scale % cuts.origins[o].head for cut in head_cuts for o in cut.origins):
         return None
     return replace(head_cuts[2], origins=_origins(head_cuts))
 
 
 def _convolution(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # Taps and bias must be sharded by channels, like x [T, channels].
+    # Taps and bias must be sharded by channels, like x.
     x, taps, bias, bounds = operands(node)[:4]
     cut = cuts.of(x)
     others = [taps] if bias is None else [taps, bias]
@@ -386,7 +386,7 @@ def _attention_dropout(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 def _begins_like_first(cuts: Cuts, cut: Cut) -> bool:
     # A rank's masks begin at its first unit of the first segment (`vocabulary_starts`), so the
-    # value must be one whole segment that is as long as the first.
+    # value must be a whole segment of that length.
     bounds = sorted({0, *cuts.origins[cut.lead].bounds, width(cut.lead)})
     segment = [b for b in bounds if cut.start <= b <= cut.start + cut.length]
     return segment == [cut.start, cut.start + cut.length] and bounds[1] == cut.length

@@ -54,12 +54,12 @@ def _in_order_of_sends(
 ) -> list[Instruction]:
     """Move receives earlier, into the order of each peer's sends."""
     receives = [i for i, instruction in enumerate(instructions) if instruction.op is Op.RECEIVE]
-    # For each index, the receives that are moved there
+    # index -> receives that are moved there
     before: defaultdict[int, list[int]] = defaultdict(list)
     for peer in dict.fromkeys(instructions[i].partner for i in receives):
-        # at: value -> index of its receive. Visit the sends from last to first: a receive moves to
-        # the earliest receive of any value that the peer sends later.
-        # Sent x, y, z but received y, z, x: x moves before y.
+        # at: value -> index of its receive. Visit sends from last to first: a receive moves to the
+        # earliest receive of values that the peer sends later. Sent x, y, z, received y, z, x: x
+        # moves before y.
         at = {instructions[i].writes[0]: i for i in receives if instructions[i].peer == peer}
         first = len(instructions)
         places = []
@@ -86,7 +86,7 @@ def _forward(
 ) -> Iterator[Instruction]:
     first, last = stage.blocks[role.visit]
     yield from _receive(activation(first - 1, m), role.previous, stage, rank)
-    # Interleaved stages share a micro-batch's aux values, which the first visit computes.
+    # The first visit computes aux values; interleaved stages share them.
     if role.visit == 0:
         yield Instruction(Op.FORWARD, "aux", m, writes=(aux(m),))
     for k in range(first, last):
@@ -102,7 +102,6 @@ def _forward(
 def _backward(
     outline: Outline, stage: PlacedStage, role: PlacedRole, rank: int, m: int, work: Work
 ) -> Iterator[Instruction]:
-    """Yield the backwards of a stage's blocks, or one half of each backward, down to the lowest trainable block."""
     first, last = stage.blocks[role.visit]
     if last <= outline.lowest:
         return
@@ -115,8 +114,8 @@ def _backward(
         below = (activation_gradient(k - 1, m),) if k > outline.lowest else ()
         sums = tuple(gradients(bucket) for bucket in outline.gradients[block])
         later = postponed(block, m)
-        # A block with only one kind of gradient is not split: its backward runs in the input half
-        # if it returns a gradient to the block below, and otherwise in the weight half.
+        # A backward with one kind of gradient is not split: it runs in the input half if it returns
+        # a gradient below, else in the weight half.
         if work is Work.BACKWARD or not (below and sums):
             if work is not (Work.WEIGHT_GRADIENT if below else Work.INPUT_GRADIENT):
                 yield Instruction(Op.BACKWARD, block, m, reads=reads, writes=(*below, *sums))
@@ -139,6 +138,6 @@ def _receive(value: Value, senders: tuple[int, ...], stage: PlacedStage, rank: i
 
 
 def _send(value: Value, receivers: tuple[int, ...], stage: PlacedStage, rank: int) -> Iterator[Instruction]:
-    # 2 senders, 4 receivers: index 0 sends to receivers 0 and 2, and index 1 to 1 and 3.
+    # 2 senders, 4 receivers: 0 sends to 0 and 2, and 1 to 1 and 3.
     for peer in receivers[stage.ranks.index(rank) :: len(stage.ranks)]:
         yield Instruction(Op.SEND, peer=peer, reads=(value,), writes=(message(value, peer),))

@@ -1,6 +1,6 @@
 """Overlap: placement of pulls, pushes, receives and waits for sends, to overlap communication with computation.
 
-Pulls and pushes are collectives: every rank enters all of them, in the same order, without blocking.
+Every rank enters all pulls and pushes, in the same order, without blocking.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     Pulls come first, in block order. Pushes of trainable buckets follow in reverse order. Messages in flight are freed
     before the commit.
     """
-    # Receives that are posted early would delay pulls and pushes
+    # Early receives would delay pulls and pushes
     if placement.streams:
         placed = _with_ends(placement, program.rank, program.instructions)
     else:
@@ -46,7 +46,7 @@ def _with_exchanges(placement: Placement, mode: Mode, program: RankProgram) -> l
 
 
 def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]:
-    """Post a forward's receive before the preceding backward, so that the transfer overlaps with the backward.
+    """Post a forward's receive before the preceding backward, to overlap the transfer.
 
     Even a blocking receive is safe, because the previous stage runs the forward first. If receives of gradients were
     moved, two stages could wait for each other.
@@ -60,7 +60,7 @@ def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]
 def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], instruction: Instruction) -> int:
     if instruction.op is not Op.RECEIVE or instruction.writes[0].kind is not ValueKind.ACTIVATION:
         return len(before)
-    # Only a receive that follows a backward, and perhaps the backward's sends, can move.
+    # Only a receive after a backward (and perhaps its sends) can move.
     at = len(before)
     while at > 0 and before[at - 1].op is Op.SEND:
         at -= 1
@@ -70,7 +70,7 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
     going = before[at - 1].micro_batch
     stage = placement.stage_of[rank]
     # In clock order, the previous stage must run the forward before the backward that uses this
-    # stage's gradient. Otherwise, each of the two stages could wait for the other's message.
+    # stage's gradient, or else the stages could wait for each other.
     beats = placement.beats(stage)
     assert going is not None, "a backward needs a micro-batch"
     here, there = instruction.writes[0].position + 1, placement.outline.index[before[at - 1].target]
@@ -84,7 +84,7 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
 
 
 def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], free: int) -> list[Instruction]:
-    """Insert pushes in order, each after the last forward and the backwards that compute the pushed gradients.
+    """Insert pushes in order, each after the last forward and the backwards that compute its gradients.
 
     Args:
         free: first index of pushes that wait for earlier pushes.
@@ -93,13 +93,13 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], fre
     complete = {
         value: i for i, instruction in enumerate(work) if instruction.op is Op.BACKWARD for value in instruction.writes
     }
-    # A push between forwards would take bandwidth from activations that ranks wait for.
+    # A push between forwards would take bandwidth from awaited activations.
     last_forward = max((i for i, instruction in enumerate(work) if instruction.op is Op.FORWARD), default=-1)
     placed: list[Instruction] = []
     issued = 0
     for i, instruction in enumerate(work):
         if instruction.stream is Stream.COMPUTE and i > last_forward:
-            # Pushes keep their order: one that must wait delays all later ones.
+            # Pushes keep their order, so one delays all later ones.
             while (
                 issued < len(pushes)
                 and all(complete[value] < i for value in pushes[issued].reads)
@@ -114,12 +114,13 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], fre
 def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> list[Instruction]:
     """Free messages where they have certainly been sent, so that waiting for sends delays no rank.
 
-    A rank learns that a gloo send has completed only by waiting for the send. h{k}.{m} is the hidden state of
-    micro-batch m after block k, and d{k}.{m} is the gradient of h{k}.{m}.
-    - The wait for h{k}.{m} precedes the backward that reads d{k}.{m}. The next stage computes d{k}.{m} from h{k}.{m}.
-    - The wait for d{k}.{m} precedes the send of d{k}.{m + 2} of the same pipeline, which the rank sends after the
-      previous stage has run the backward of micro-batch m. With interleaved stages, which run sets of n micro-batches
-      (`ir.schedules.clock`), the wait precedes the send of d{k}.{m + n}.
+    Only a wait shows that a gloo send has completed. h{k}.{m} is the hidden state of micro-batch m after block k, and
+    d{k}.{m} is its gradient.
+    - The wait for h{k}.{m} precedes the backward that reads d{k}.{m}, because the next stage computes d{k}.{m} from
+      h{k}.{m}.
+    - The wait for d{k}.{m} precedes the pipeline's send of d{k}.{m + 2}, which follows the previous stage's backward of
+      micro-batch m. With interleaved stages and sets of n micro-batches (`ir.schedules.clock`), it is the send of
+      d{k}.{m + n}.
     """
     ended: list[Instruction] = []
     sent: defaultdict[Value, list[Value]] = defaultdict(list)

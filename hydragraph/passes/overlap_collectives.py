@@ -1,11 +1,11 @@
-"""Pass `overlap_collectives`: run a stage's collectives while the graph computes values that do not depend on them.
+"""Pass `overlap_collectives`: run collectives while the graph computes values that do not depend on them.
 
     before     total += dy^t x;  dx = dy W;  s = all_reduce(dx);  y = s * w
     after      dx = dy W;  p = start_all_reduce(dx);  total += dy^t x;  s = p.result();  y = s * w
 
-A collective starts as soon as its operand exists. The graph waits for a collective just before the first reader of the
+A collective starts as soon as its operand exists, and the graph waits for it just before the first reader of the
 result, so that products of weight gradients run meanwhile (Megatron-LM, Shoeybi et al., 2019). Collectives keep their
-order, which is the same on all ranks of a stage.
+order, which all ranks of a stage share.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def overlap_collectives(variant: Variant) -> Variant:
 def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    # The start of each collective whose result has not been read yet
+    # Starts of collectives whose results are not yet read
     started: dict[fx.Node, fx.Node] = {}
 
     def copy(nodes: Iterable[fx.Node]) -> None:
@@ -39,8 +39,8 @@ def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
                     copies[read].meta = dict(read.meta)
             copies[node] = graph.node_copy(node, copies.__getitem__)
 
-    # since: nodes after the last collective, not copied yet. At the next collective, the nodes that
-    # it needs are copied, then its start, then the other nodes, which run during the collective.
+    # since: uncopied nodes after the last collective. At the next one, copy the nodes that it
+    # needs, its start, then the others, which run meanwhile.
     since: list[fx.Node] = []
     for node in module.graph.nodes:
         if node.op != "call_method" or node.target not in STARTS:
@@ -48,7 +48,7 @@ def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
             continue
         needed = _needed(node, since)
         copy([*(n for n in since if n in needed), node])
-        # The copy becomes the start. Readers get the result, which `copy` inserts before the first.
+        # The copy becomes the start. Readers get the result, inserted before the first.
         started[node] = _start(copies.pop(node), node)
         copy(n for n in since if n not in needed)
         since = []
@@ -68,7 +68,7 @@ def _needed(collective: fx.Node, since: Sequence[fx.Node]) -> Collection[fx.Node
 
 def _start(call: fx.Node, collective: fx.Node) -> fx.Node:
     call.target = STARTS[str(collective.target)]
-    # Memory estimates count the operand until the collective ends, so the start's value has both.
+    # The operand counts as memory until the collective ends, so the start's value has both.
     both = (collective, collective.all_input_nodes[1])
     call.meta = {
         "val": tuple(map(value_of, both)),

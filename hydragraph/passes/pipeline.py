@@ -32,9 +32,6 @@ def rank_programs(
 ) -> tuple[RankProgram, ...]:
     """Build the programs of all ranks, including idle ones, for one iteration.
 
-    Args:
-        micro_batches: number of micro-batches per pipeline.
-
     Raises:
         ValueError: the arguments are inconsistent.
     """
@@ -44,15 +41,15 @@ def rank_programs(
 def shared_programs(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode = "train", *, ranks: int
 ) -> SharedPrograms:
-    """Build the programs of all ranks, with shared instructions for ranks that differ only in their peers."""
+    """Build the programs of all ranks, with shared instructions (`ir.shared_programs`)."""
     placement = _placed(outline, strategy, micro_batches, mode, ranks)
     name = str(strategy)
     return SharedPrograms.gather(_each_rank(placement, name, mode, ranks))
 
 
 def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Iterator[tuple[RankProgram, Body, Peers]]:
-    # key of `_decides` -> the instructions and, for each peer number in them, its index in
-    # `neighbours`. Most ranks differ only in peers, so few programs are built.
+    # key of `_decides` -> instructions and, for each peer number in them, its index in
+    # `neighbours`. Most ranks differ only in peers.
     body_and_places: dict[Hashable, tuple[Body, tuple[int, ...]]] = {}
     for rank in range(ranks):
         decides, neighbours = _decides(placement, mode, rank)
@@ -75,7 +72,7 @@ def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Pee
     roles = []
     beats = placement.beats(stage)
     for role in stage.roles:
-        # As in `order`: one sender and every degree-th receiver, for each neighboring stage.
+        # As in `order`: one sender and every degree-th receiver per neighboring stage.
         ways = [
             (peers[index % len(peers)] if peers else None, peers[index::degree])
             for peers in (role.previous, role.following)

@@ -18,12 +18,11 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class PlacedRole(Role):
-    """Role of a stage in a pipeline, and its neighboring stages.
+    """Role of a stage in a pipeline, and its neighbors.
 
     Attributes:
-        previous: ranks of the previous stage, in tensor-parallel order; empty on the first stage.
-        following: ranks of the next stage; empty on the last stage.
-        visit: index among the pipeline's interleaved stages on the same ranks.
+        previous, following: ranks of the neighboring stages, in tensor-parallel order; empty at the pipeline's ends.
+        visit: index among the pipeline's stages on the same ranks.
     """
 
     depth: int
@@ -37,9 +36,8 @@ class PlacedStage:
     """Stage that runs micro-batches, or all interleaved stages on the same ranks.
 
     Attributes:
-        roles: one role per pipeline with micro-batches, or per interleaved stage.
-        layers: half-open range of layers of each interleaved stage.
-        blocks: block positions of each interleaved stage.
+        roles: one per pipeline with micro-batches, or per interleaved stage.
+        layers, blocks: half-open ranges of each interleaved stage.
     """
 
     roles: tuple[PlacedRole, ...]
@@ -77,7 +75,7 @@ class ScheduleGroup:
     """Pipelines that are scheduled together.
 
     Attributes:
-        numbers: row in `shape` of each stage, by the stage's ranks.
+        numbers: row of each stage in `shape`, by the stage's ranks.
     """
 
     pipelines: tuple[int, ...]
@@ -86,7 +84,7 @@ class ScheduleGroup:
 
 
 def _group(stages: Mapping[int, Sequence[PlacedStage]], pipelines: tuple[int, ...]) -> ScheduleGroup:
-    # Row numbers ascend along every pipeline, unless an interleaved stage returns to earlier ranks.
+    # Rows ascend along pipelines, unless an interleaved stage returns to earlier ranks.
     every = dict.fromkeys((stage.layers[0], stage.ranks) for pipeline in pipelines for stage in stages[pipeline])
     numbers = {ranks: number for number, (_, ranks) in enumerate(sorted(every))}
     counts = []
@@ -103,8 +101,8 @@ class Placement:
     """Placement of blocks and weights for one iteration.
 
     Attributes:
-        stages: stages with micro-batches, ordered by pipeline and stage; shared and interleaved stages occur once.
-        holders: used buckets, in pull order, each with the ranks of each stage that uses the bucket.
+        stages: stages with micro-batches, by pipeline and stage; shared and interleaved stages occur once.
+        holders: used buckets in pull order, each with the ranks of each stage that uses it.
     """
 
     outline: Outline
@@ -118,7 +116,7 @@ class Placement:
         return {rank: stage for stage in self.stages for rank in stage.ranks}
 
     def actions(self, stage: PlacedStage, mode: Mode) -> tuple[Action, ...]:
-        """Return a stage's actions in schedule order; `Action.pipeline` indexes `ScheduleGroup.pipelines`."""
+        """Return a stage's actions in order; `Action.pipeline` indexes `ScheduleGroup.pipelines`."""
         group = self._group_of[stage.roles[0].pipeline]
         return schedule_of(self.schedule, group.shape, mode).actions[group.numbers[stage.ranks]]
 
@@ -142,11 +140,9 @@ class Placement:
 
     @property
     def streams(self) -> bool:
-        """Whether any stage streams weights or gradients."""
         return any(stage.stream for stage in self.stages)
 
     def peers_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of a rank's stage, or () for an idle rank."""
         stage = self.stage_of.get(rank)
         return () if stage is None else stage.ranks
 
@@ -162,19 +158,19 @@ def stage_buckets(outline: Outline, stage: PlacedStage) -> frozenset[str]:
 def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) -> Placement:
     """Assign each block to a stage, and each bucket to the stages that use it.
 
-    The first block joins the stage of layer 0, and the last block joins the stage of the last layer.
+    The first and last blocks join the stages of the first and last layers.
 
     Raises:
         ValueError: the layer or pipeline counts differ, or a micro-batch count is negative.
-        Unsupported: a stage streams or offloads, and the schedule splits each backward.
+        Unsupported: a stage streams or offloads, and the schedule splits backwards.
     """
     return _place(outline, strategy, tuple(micro_batches))
 
 
 def refuse_streams(strategy: Strategy) -> None:
-    """Raise Unsupported if a stage streams or offloads under a schedule that splits each backward.
+    """Raise Unsupported if a stage streams or offloads under a schedule that splits backwards.
 
-    Each half of a backward would pull the weights, and fetched activations would stay on the device between the halves.
+    Each half would pull the weights, and fetched activations would stay on the device between the halves.
     """
     if strategy.streams:
         require_whole_backward(strategy, "streaming stages", "leave out w and g in the strategy text")
@@ -183,7 +179,6 @@ def refuse_streams(strategy: Strategy) -> None:
 
 
 def require_whole_backward(strategy: Strategy, what: str, otherwise: str) -> None:
-    """Raise Unsupported if a strategy's schedule splits each backward."""
     if strategy.schedule not in WHOLE_BACKWARD:
         raise Unsupported(
             f"{what} under schedule {strategy.schedule}, which splits each backward in two",
@@ -205,8 +200,8 @@ def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...])
             f"{len(strategy.pipelines)} pipelines"
         )
     refuse_streams(strategy)
-    # Stages on the same ranks are joined, whether they belong to several pipelines (shared) or to
-    # one pipeline (interleaved).
+    # Stages on the same ranks are joined, whether of several pipelines (shared) or of one
+    # (interleaved).
     stages: dict[tuple[int, ...], PlacedStage] = {}
     for pipeline, numbers in _numbered(strategy, micro_batches).items():
         for stage in _pipeline_stages(outline, strategy, pipeline, numbers):
@@ -224,13 +219,13 @@ def _joined(one: PlacedStage, other: PlacedStage) -> PlacedStage:
     (role,) = other.roles
     if role.pipeline != one.roles[-1].pipeline:
         return replace(one, roles=(*one.roles, role))
-    # The pipeline returns to these ranks, with other layers.
+    # The pipeline returns to these ranks with other layers.
     role = replace(role, visit=len(one.blocks))
     return replace(one, roles=(*one.roles, role), layers=one.layers + other.layers, blocks=one.blocks + other.blocks)
 
 
 def _numbered(strategy: Strategy, micro_batches: Sequence[int]) -> dict[int, range]:
-    # Micro-batches are numbered across joined pipelines: counts (3, 2) give 0 to 2 and 3 to 4.
+    # Joined pipelines number micro-batches together: counts (3, 2) give 0 to 2 and 3 to 4.
     numbers = {}
     for group in strategy.joined:
         first = 0

@@ -1,13 +1,12 @@
 """Pass `prove_sizes`: prove that no constant in a traced graph is the example's token or sequence count.
 
-A trace sees one example, but the traced graph must be valid for every batch. Each of three proofs covers cases that the
-other two miss:
+The graph must be valid for every batch. Each of three proofs covers cases that the others miss:
 
-1. The trace, which records assumptions about sizes, must not contain any assumption.
+1. The trace must not contain any assumption about sizes.
 2. The graph runs again on the meta device with other sizes. Each value must have the shape that symbolic sizes predict.
-3. The example's sizes are primes that divide no dimension of the graph. If a number is a multiple of a prime, or the
-   inverse or root of a multiple, the number comes from the example (`SizeFromExample`) or matches by chance, so the
-   model is captured again with other primes.
+3. The example's sizes are primes that divide no dimension of the graph. A number that is a multiple of a prime, or its
+   inverse or root, comes from the example (`SizeFromExample`) or matches by chance, so the model is captured again with
+   other primes.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.private.operator_schemas import has_tag
 from hydragraph.private.tracing import assumptions, hint_of, size_at, symbol_name
 
-# Counts of tokens and sequence bounds in examples: primes p for which (p - 1) / 2 is also prime. Small primes keep
-# unrolled loops over tokens short.
+# Tokens and sequence bounds of examples: primes p for which (p - 1) / 2 is also prime. Small primes
+# keep unrolled loops over tokens short.
 EXAMPLES = ({"T": 227, "N+1": 107}, {"T": 263, "N+1": 167}, {"T": 347, "N+1": 83})
 _PRIMES = frozenset(size for sizes in EXAMPLES for size in sizes.values())
-# Proof 2 uses this multiple of the example's sizes, plus one, so that old and new sizes share no factor.
+# Proof 2 uses this multiple of the sizes, plus one, so that old and new sizes share no factor.
 _ELSEWHERE = 3
-# Larger numbers mean "no end" or "minus infinity".
+# Larger numbers mean "no end" or -infinity.
 _LARGEST = 1 << 31
 T = TypeVar("T")
 _REMEDY = "compute sizes from tensors' shapes during the forward, without int(), len() or .item()"
@@ -42,7 +41,7 @@ class SizeFromExample(Unsupported):
 
 
 def with_an_example(capture: Callable[[Mapping[str, int]], T]) -> T:
-    """Capture a model with example sizes, and again with other sizes if a number in the graph matches a size.
+    """Capture a model, and again with other example sizes if a number in the graph matches one.
 
     Raises:
         SizeFromExample: a number matches a size in every example.
@@ -57,19 +56,19 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
     """Raise Unsupported if a traced graph is valid only for some sizes.
 
     Args:
-        exported: whether `torch.export` made the graph with dynamic sizes, which implies proof 1.
+        exported: whether `torch.export` traced dynamic sizes, which implies proof 1.
     """
     placeholders = placeholders_of(graph)
     # Proof 1.
     for what in [] if exported else assumptions(value_of(n) for n in placeholders):
         raise Unsupported(f"the trace assumed {what}, which not all batches satisfy", where=where, remedy=_REMEDY)
-    # Proof 3. A number may also come from a dimension of the model.
+    # Proof 3. Numbers may also come from the model's dimensions.
     hints = {symbol: size for n in placeholders for symbol, size in _symbols(value_of(n))}
     dims = {s for n in graph.graph.nodes for s in getattr(value_of(n), "shape", ()) if isinstance(s, int)}
     # Under sequence parallelism, sizes are multiples of the primes.
     primes = {p for p in _PRIMES for s in hints.values() if s % p == 0}
-    # A dimension that is a multiple of p explains numbers like p, and a multiple of (p - 1) / 2
-    # explains numbers like p - 1. Such primes are not checked.
+    # Skip primes p if a dimension is a multiple of p (it explains numbers like p) or of (p - 1) / 2
+    # (numbers like p - 1).
     unlike = [p for p in primes if not any(dim and dim % q == 0 for dim in dims for q in (p, p // 2))]
     for node in graph.graph.nodes:
         for number in _numbers([node.args, node.kwargs]) if node.op.startswith("call") else ():
@@ -98,7 +97,7 @@ def _numbers(value: Any) -> Iterator[float]:
 def _recalls(number: float, size: int) -> bool:
     if not 0 < abs(number) < _LARGEST or not math.isfinite(number):
         return False
-    # A mean divides by n, a variance by n - 1, attention by a root.
+    # Means divide by n, variances by n - 1, attention by a root.
     candidates = (abs(number), 1 / abs(number), number * number, 1 / abs(number) / abs(number))
     return any(_multiple(c, n) for c in candidates if c < _LARGEST for n in (size, size - 1))
 
@@ -133,7 +132,7 @@ class _Elsewhere(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         needs_values = has_tag(n.target, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
         if needs_values or not self._unknown.isdisjoint(n.all_input_nodes):
-            # Sizes that depend on tensors' values are unknown on the meta device.
+            # Sizes that depend on values are unknown on the meta device.
             self._unknown.add(n)
             return self._empty(value_of(n))
         try:
@@ -151,7 +150,7 @@ class _Elsewhere(fx.Interpreter):
     def _compare(self, n: fx.Node, result: Any, value: Any) -> None:
         if isinstance(result, Tensor) and isinstance(value, Tensor):
             expected = list(map(self._size, value.shape))
-            # PyTorch may record a wrong number of dimensions (as for a loss without reduction).
+            # PyTorch may record wrong numbers of dimensions (as for a loss without reduction).
             if result.dim() == value.dim() and list(result.shape) != expected:
                 raise self._refusal(n, f"yields {list(result.shape)}, not {expected}, at {self._sizes_text()}")
         elif isinstance(result, (tuple, list)) and isinstance(value, (tuple, list)):

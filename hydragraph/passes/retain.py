@@ -1,6 +1,6 @@
 """Retain: keep every value until its last use and no longer.
 
-The data of a freed value stays in memory until messages that contain the value are sent.
+A freed value stays in memory until messages that contain it are sent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Pass `scoring_head`: make the last block return the log-probability of each target instead of the loss.
-
-Positions without a target get 0. `runtime.sequence_sums` adds up each sequence's log-probabilities.
-"""
+"""Pass `scoring_head`: make the last block return the log-probability of each target, or 0 without a target."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ _KEEPS = VIEWS | MOVES | {aten.select.int, aten.clone.default, aten.contiguous.d
 
 
 def scoring_program(program: Program, entropy: bool = False) -> Program:
-    """Return a program whose last block returns log-probabilities [1, T, 1], or with entropies [1, T, 2].
+    """Return a program that ends with log-probabilities [1, T, 1], or with entropies [1, T, 2].
 
     Raises:
         Unsupported: the loss does not compute exactly one cross-entropy with the batch's labels.
@@ -55,7 +52,7 @@ def _with_scores(block: Block, template: Template, model: str, entropy: bool) ->
         node.meta["val"] = result
         return node
 
-    # Replace the loss by a cost per token, and omit all that follows the loss.
+    # Replace the loss by a cost per token; omit all that follows.
     costs = call(aten.cross_entropy_loss.default, (logits, labels, None, NONE, IGNORED), value)
     scores = [call(aten.neg.default, (costs,), value)]
     if entropy:
@@ -91,7 +88,7 @@ def _with_scores(block: Block, template: Template, model: str, entropy: bool) ->
 
 
 def _cross_entropy(graph: fx.Graph, model: str) -> fx.Node:
-    # Several losses of the same logits have the same log-probabilities.
+    # Losses of the same logits have equal log-probabilities.
     by_logits: dict[fx.Node, fx.Node] = {
         operands(node)[0]: node
         for node in graph.nodes

@@ -1,8 +1,7 @@
 """Search for the values that sequence parallelism shards by tokens.
 
-Between tensor-parallel regions, every rank has only its own tokens. A tensor-parallel region starts with an all-gather
-and ends with a reduce-scatter (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-section 4.2).
+A tensor-parallel region starts with an all-gather and ends with a reduce-scatter. Between regions, every rank has its
+own tokens (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4.2).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def token_symbol(graph: fx.Graph) -> str | None:
 
 
 def token_dim(node: fx.Node, symbol: str | None) -> int | None:
-    """Return a value's token dimension, or None unless exactly one dimension has the token count."""
+    """Return the only dimension of a value that has the token count, or None."""
     value: Any = value_of(node)
     value = value[0] if isinstance(value, (tuple, list)) and value else value
     if not isinstance(value, torch.Tensor) or symbol is None:
@@ -64,7 +63,7 @@ def find_parts(graph: fx.Graph, cuts: Cuts) -> dict[fx.Node, int]:
 def _is_part(node: fx.Node, dim: int, cuts: Cuts, parts: Mapping[fx.Node, int]) -> bool:
     if node.op == "placeholder":
         return node.name == "hidden"
-    # A region, from its "enter" to its products in `rows`, needs all tokens.
+    # Regions, from "enter" to products in `rows`, need all tokens.
     if node.target is communicate:
         return bool(operands(node)[1] == "exit")
     if node.op != "call_function" or node in cuts.cut or node in cuts.rows:
@@ -73,7 +72,7 @@ def _is_part(node: fx.Node, dim: int, cuts: Cuts, parts: Mapping[fx.Node, int]) 
 
 
 def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
-    # Operators not listed here need all tokens, which an all-gather provides.
+    # Other operators need all tokens, from an all-gather.
     target = node.target
     first = operands(node)[0]
     if is_pointwise(node):
@@ -81,7 +80,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
         return all(parts[n] + ndim - len(shape(n)) == dim for n in node.all_input_nodes if n in parts)
     if target is aten.cat.default:
         return join_dim(node) != dim
-    # Only the first operand may be sharded by tokens.
+    # Only the first operand may be sharded.
     if first not in parts or any(n in parts for n in node.all_input_nodes if n is not first):
         return False
     if target is dropout:
@@ -105,7 +104,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
 def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], symbol: str | None) -> int | None:
     """Return the token dimension of an operand that must be split for `node`, or None."""
     if node.target is dropout and operand is operands(node)[1] and operand not in parts:
-        # The token dimension of the dropout's keys, which have the shape [1, T, 2]
+        # The dropout's keys are [1, T, 2]
         return 1
     if operand in parts or not (is_pointwise(node) or node.target is aten.cat.default):
         return None

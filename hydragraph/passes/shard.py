@@ -1,14 +1,14 @@
 """Pass `shard`: turn a template into the forward graph of one tensor-parallel rank.
 
-Parameters become shards, sizes become local sizes, and "enter" and "exit" placeholders become collectives. The
-embedding and the loss become vocabulary-parallel. Each value is in one of four states:
+Parameters become shards, sizes become local, and "enter" and "exit" become collectives. The embedding and the loss
+become vocabulary-parallel. A value is in one of four states:
 
     R  replicated  every rank has the same value
     U  by units    a rank has some columns or heads     `cuts.cut`: node -> `Cut`
     P  partial     a rank has one summand of the value  after a product in `cuts.rows`, until its "exit"
     S  by tokens   a rank has its own tokens            `parts`: node -> token dimension (sequence parallelism)
 
-Example: the attention block of a Llama with 4 heads of size 16 on rank 0 of 2, without and with sequence parallelism:
+Example: attention of a Llama with 4 heads of size 16 on rank 0 of 2:
 
     annotated                                rank 0                                   with sequence parallelism
     x1 = communicate(x, "enter")             tp_enter(x)                R             tp_gather(x, 1, 2)       S -> R
@@ -70,8 +70,8 @@ class ShardedTemplate:
 
     Attributes:
         graph: forward graph over local shards, with the template's placeholders, then one per name in `vocabulary`.
-        vocabulary: local names of parameters that are sharded along the vocabulary or have a sharded product before a
-            dropout. For each name, an input of the graph is the rank's first row or column (0-d int64).
+        vocabulary: local names of parameters that are sharded along the vocabulary, or whose sharded product precedes a
+            dropout. The placeholder is the rank's first row or column (0-d int64).
     """
 
     graph: fx.GraphModule
@@ -85,7 +85,7 @@ def shard(
     """Instantiate a template for one rank of a stage.
 
     Args:
-        parameters: for each local name, the parameter of any block that uses the template.
+        parameters: by local name, the parameters of any block that uses the template.
 
     Raises:
         Unsupported: the degree cannot shard a parameter or operator.
@@ -142,7 +142,6 @@ class _Rewrite:
     """Single pass over an annotated template that writes the local graph.
 
     Attributes:
-        copied: for each node of the template, the local node, whose state `cuts` and `parts` give.
         converted: result of each collective on each node of the template.
     """
 
@@ -162,14 +161,14 @@ class _Rewrite:
         if self.part.sequence_parallel:
             self.parts = find_parts(source.graph, self.cuts)
             self.symbol = token_symbol(source.graph)
-        # Inputs: the template's, then a first row or column per vocabulary-sharded parameter.
+        # Inputs: the template's, then first rows or columns of `vocabulary`.
         placeholders = placeholders_of(source)
         for node in placeholders:
             self.copied[node] = self.graph.node_copy(node)
         for table in dict.fromkeys(map(self._counted, source.graph.nodes)):
             if table is not None:
                 start = self.graph.placeholder("vocabulary_start")
-                # Inputs are bound by target, but FX makes only names unique.
+                # Inputs are bound by target; FX makes only names unique.
                 start.target = start.name
                 self.starts[table] = start
         for node in source.graph.nodes:
@@ -207,9 +206,9 @@ class _Rewrite:
 
         operand             user      written     because the gradient of the operand
         S                   S         unchanged   belongs to this rank's tokens on both sides
-        S                   R, U      tp_join     is whole, and each rank keeps its tokens' part
+        S                   R, U      tp_join     is whole, and each rank keeps its part
         R                   R, U      unchanged   is already whole, or passes an "enter"
-        R parameter         S and R   tp_enter    is partial from one user, whole from another: sum the parts first
+        R parameter         S and R   tp_enter    is partial from one user, whole from another
         R, has tokens       S         tp_split    is needed whole where the operand is computed
         R, computed, float  S         tp_enter    is partial on each rank, as for 1 + weight
         R, other            S         unchanged   does not exist, or is the parameter's own, summed at the push
@@ -236,7 +235,7 @@ class _Rewrite:
         return self.graph.call_function(target, args)
 
     def _write(self, node: fx.Node) -> fx.Node:
-        # Operators that are not handled below treat a shard like the whole value.
+        # Other operators treat a shard like the whole value.
         if node.target is communicate:
             return self._communicate(node)
         if node in self.cuts.rows:
@@ -245,7 +244,7 @@ class _Rewrite:
         if node.target in VIEWS and (cut is not None or self.parts):
             return self._view(node, cut)
         if node.target is aten.expand.default and (cut is not None or node in self.parts):
-            # -1 keeps the operand's size. A whole operand is expanded to this rank's heads only.
+            # -1 keeps the operand's size. A whole operand is expanded to this rank's heads.
             sizes = list(self._local(operands(node)[1], node))
             sizes[self.parts[node] if cut is None else cut.dim] = -1
             if cut is not None and self.cuts.of(operands(node)[0]) is None:
@@ -260,7 +259,7 @@ class _Rewrite:
         if node.target is causal_convolution and cut is not None:
             self._check_taps(node, cut)
         copied = self._copy(node)
-        # The graph needs the total token count of all ranks.
+        # The graph needs the token count of all ranks.
         if node.target is aten.sym_size.int and self.parts.get(operands(node)[0]) == operands(node)[1]:
             return self.call(operator.mul, copied, self.part.tp)
         return copied
@@ -274,7 +273,7 @@ class _Rewrite:
         if sum(isinstance(s, torch.SymInt) for s in shape(node)) <= 1 and (
             self.parts or node.target not in SIZED_VIEWS
         ):
-            # -1 stands for the token count, of all ranks or of this rank.
+            # -1: the token count of all ranks or of this rank.
             sizes: list[Any] = [-1 if isinstance(s, torch.SymInt) else int(s) for s in shape(node)]
         elif node.target in SIZED_VIEWS:
             sizes = list(self._local(operands(node)[1], node))
@@ -298,7 +297,7 @@ class _Rewrite:
             reduced = self._convert(tp_ops.tp_scatter, value, self.parts[node])
         else:
             reduced = self._convert(tp_ops.tp_sum, value)
-        # A bias added before the sum would count once per rank.
+        # Before the sum, a bias would count once per rank.
         parts = product(value)
         if parts is not None and parts.bias is not None:
             return self.call(aten.add.Tensor, reduced, self._operand(parts.bias, node))
@@ -323,7 +322,7 @@ class _Rewrite:
         return self.call(target, self.copied[parts.x], self.copied[parts.weight])
 
     def _fused(self, head: HeadNodes, start: fx.Node) -> fx.Node:
-        # All ranks use the last rank's number of rows, because chunks must be equal.
+        # Chunks must be equal, so all ranks use the last rank's number of rows.
         flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
         labels = self._operand(head.labels, head.loss)
         rule = self.parameters[head.weight].rule
@@ -340,7 +339,7 @@ class _Rewrite:
     def _draw(self, node: fx.Node, cut: Cut) -> fx.Node:
         arguments = self._local(operands(node), node)
         start = self.starts[_weight(cut.lead)]
-        # A mask depends on positions in the whole value, so pass the position of this rank's part.
+        # Masks depend on positions in the whole value, so pass the part's position.
         if node.target is dropout:
             whole = cut.length // cut.scale
             return self.call(node.target, *arguments[:3], start, *arguments[4:7], cut.dim, whole, cut.scale)
@@ -376,10 +375,10 @@ class _Rewrite:
         if cut is None or dim != cut.dim:
             return self._copy(node)
         if is_slice and len(operands(node)) > 4 and operands(node)[4] != 1:
-            # The first element of a rank's part is a multiple of the step
+            # A rank's part begins at a multiple of the step
             return self._copy(node)
         if is_slice:
-            # The slice begins after this rank's part of the elements before it.
+            # The slice begins after this rank's earlier elements.
             part = self.cuts.cut[node]
             before = Cut(cut.dim, cut.scale, cut.start, part.start - cut.start, cut.lead, cut.origins)
             first = self.local_size(before) if before.length else 0
@@ -388,7 +387,7 @@ class _Rewrite:
             sizes = [self.local_size(piece) for piece in cut.pieces]
             return self.call(aten.split_with_sizes.default, self.copied[source], sizes, dim)
         assert isinstance(cut.scale, int)
-        # Parts may have different local sizes, because each segment is divided separately.
+        # Segments are divided separately, so local sizes may differ.
         sizes = []
         at = cut.start
         for size in split_sizes(node):
@@ -399,8 +398,8 @@ class _Rewrite:
     def local_size(self, cut: Cut) -> int:
         """Return the size of a value's sharded dimension on this rank.
 
-        A fused weight [3 * 64, 64] has three segments of 4 units of 16 elements. Rank 0 of 2 has 2 units of each
-        segment: 32 elements, or 2 heads (`scale` 16).
+        A fused weight [3 * 64, 64] has three segments of 4 units of 16 elements. Rank 0 of 2 has 2 units of each: 32
+        elements, or 2 heads (`scale` 16).
         """
         if cut.pieces:
             return sum(map(self.local_size, cut.pieces))
@@ -408,7 +407,7 @@ class _Rewrite:
         assert parameter.rule is not None
         at = 0
         elements = 0
-        # `find_cuts` ensures that cuts consist of whole segments.
+        # `find_cuts` ensures that cuts are whole segments.
         for segment, units in enumerate(parameter.rule.segments):
             if cut.start <= at < cut.start + cut.length:
                 a, b = parameter.units(segment, self.part.tp, self.part.index)

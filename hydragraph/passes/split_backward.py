@@ -1,9 +1,9 @@
 """Pass `split_backward`: split a backward in two, so that the gradient of the block's input can be sent early.
 
-    input half     computes the gradient of "hidden", and also returns the values that the weight half reads
+    input half     computes the gradient of "hidden", and returns the values that the weight half reads
     weight half    computes the gradients of parameters, and adds them to buffers or returns them
 
-No operator runs twice, so splitting a backward does not change any gradient.
+No operator runs twice, so gradients do not change.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def split_backward(variant: Variant) -> tuple[BackwardPart, BackwardPart]:
     results: list[fx.Node] = list(nodes[-1].args[0])
     gradients = dict(zip(variant.gradients, results, strict=True))
     hidden = gradients.pop("hidden", None)
-    # early: nodes that the gradient of "hidden" needs. late: all other nodes.
+    # early: nodes that the gradient of "hidden" needs. late: all others.
     early = ancestors_of([] if hidden is None else [hidden], lambda node: True)
     late = [n for n in nodes if n.op not in ("placeholder", "output", "get_attr") and n not in early]
     read = {operand for node in late for operand in node.all_input_nodes} | {*gradients.values()}
-    # again: parameters and collectives, which the caller gives to both halves.
-    # passed: all other values that the weight half reads, which the input half returns.
+    # again: parameters and collectives, which both halves get. passed: other values that the weight
+    # half reads.
     again = {n for n, name in named.items() if name != "tangent" and not name.startswith("saved.")}
     passed = [n for n in nodes if n in read and n not in again and (n in early or n in named)]
-    # first: inputs of the input half. second, added: inputs of the weight half, after `passed`.
+    # first: the input half's inputs. second, added: the weight half's, after `passed`.
     first = [n for n in inputs if n in named and (n in early or n in passed)]
     second = [n for n in inputs if n in again and n in read]
     added = [n for n in inputs if n not in named]

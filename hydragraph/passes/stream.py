@@ -1,12 +1,9 @@
-"""Stream: pull weights just before a stage uses them, and push gradients as soon as a backward has computed them.
+"""Stream: pull weights one block before a stage uses them, and push gradients as soon as a backward has computed them.
 
-A streaming stage pulls a bucket one block before each block that uses the bucket. Consecutive users of a bucket share a
-pull.
-
-Every rank enters every exchange (pull or push), so all ranks need the same order of exchanges. A timeline of the
-iteration, in which all pipelines take equally long, assigns a time to every computation. A pull is assigned the time of
-the computation before the one that uses the weights, and a push the time of the computation that made the gradients.
-Among its events of equal time, a rank runs pulls first, then computations, then pushes. A rank therefore waits only for
+Consecutive users of a bucket share a pull. Every rank enters every exchange (pull or push) in the same order. A
+timeline of the iteration, in which all pipelines take equally long, assigns a time to every computation. A pull has the
+time of the computation before the first use of the weights, and a push the time of the computation that made the
+gradients. At equal times, a rank runs pulls first, then computations, then pushes. A rank therefore waits only for
 earlier events and cannot deadlock. Stages that need a bucket at the same time share one exchange.
 """
 
@@ -42,7 +39,7 @@ class Turn:
     """Pull or push that all ranks enter.
 
     Attributes:
-        name: the bucket's name or, if streamed, `BUCKET@INDEX`; unique among pulls and among pushes.
+        name: the bucket's name or, if streamed, `BUCKET@INDEX`; unique for each `op`.
         stages: ranks of each stage that uses the bucket.
     """
 
@@ -58,9 +55,9 @@ class Streaming:
     """Exchanges of an iteration with streaming stages.
 
     Attributes:
-        turns: exchanges in the order in which every rank enters them.
-        times: for each stage (its ranks), the time of each computation, in the stage's order.
-        names: for each stage (its ranks), computation and operation: the name of each bucket's exchange.
+        turns: exchanges, in the order in which every rank enters them.
+        times: time of each computation, by stage (its ranks).
+        names: name of each bucket's exchange, by stage, computation and operation.
     """
 
     turns: tuple[Turn, ...]
@@ -88,8 +85,8 @@ def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgra
     placed: list[Instruction] = []
     received: list[Instruction] = []
     for instruction in program.instructions:
-        # Receives follow the exchanges that precede the next computation: the sender may need
-        # these exchanges, which all ranks must enter, before it can send.
+        # Receives follow the exchanges before the next computation, which the sender may need in
+        # order to send.
         if instruction.op is Op.RECEIVE or instruction.target == "aux":
             received.append(instruction)
             continue
@@ -105,7 +102,7 @@ def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgra
 
 
 def decides(placement: Placement, mode: Mode, stage: PlacedStage | None) -> Hashable:
-    """Return a key that, together with a stage's roles and blocks, determines the stage's exchanges."""
+    """Return a key that, with a stage's roles and blocks, determines its exchanges."""
     if stage is None or not placement.streams:
         return None
     found = streaming(placement, mode)
@@ -122,7 +119,6 @@ def _precedes(turn: Turn, time: Fraction) -> bool:
 
 
 def exchanges(placement: Placement, mode: Mode, rank: int) -> list[Instruction]:
-    """Return a rank's pulls and pushes, in the order of `turns`."""
     ranks = placement.peers_of(rank)
     every = [_exchange(turn, ranks in turn.stages) for turn in turns(placement, mode)]
     by_op = {op: iter(windowed([e for e in every if e.op is op], placement.outline)) for op in EXCHANGED}
@@ -162,22 +158,21 @@ class _Moment(NamedTuple):
     streamed: bool
 
 
-# The computations of a stage for which an exchange transfers data.
+# Computations of a stage that an exchange serves.
 _Served = tuple[PlacedStage, tuple[Computation, ...]]
 
 
 # All ranks share the result
 @lru_cache(maxsize=4)
 def streaming(placement: Placement, mode: Mode) -> Streaming:
-    """Return the exchanges of an iteration."""
     outline = placement.outline
     times = _times(placement, mode)
     places = {bucket: i for i, bucket in enumerate(outline.pull_order)}
     uses = [use for stage in placement.stages for use in _pulls(outline, stage, times[stage.ranks], places)]
     if mode != "evaluate":
         uses += _pushes(placement, times, places)
-    # moments: exchange -> stages that share it. Sorted by time, pulls before pushes.
-    # numbers: (whether pushes, bucket) -> streamed exchanges so far.
+    # moments: exchange -> stages that share it, sorted by time, pulls first. numbers: (whether
+    # pushes, bucket) -> streamed exchanges so far.
     moments: defaultdict[_Moment, list[_Served]] = defaultdict(list)
     for moment, use in uses:
         moments[moment].append(use)
@@ -206,13 +201,13 @@ def _pulls(
             users = tuple(c for c in times if bucket in outline.weights[c.block])
             yield _Moment(_START, False, places[bucket], bucket, False), (stage, users)
         return
-    # before: time of the previous computation, when a pull is due (initially, of the first).
+    # before: time of the previous (at first, of the first) computation, when a pull is due.
     # open_pulls: bucket -> (time of its pull, consecutive computations that use it).
     before = next(iter(times.values()))
     open_pulls: dict[str, tuple[Fraction, list[Computation]]] = {}
     for computation, time in times.items():
         needed = outline.weights[computation.block]
-        # A bucket that this block does not use is freed, and a later use pulls it again.
+        # Buckets that this block does not use are freed; later uses pull them again.
         for bucket in [bucket for bucket in open_pulls if bucket not in needed]:
             begin, served = open_pulls.pop(bucket)
             yield _Moment(begin, False, places[bucket], bucket, True), (stage, tuple(served))
@@ -227,8 +222,7 @@ def _pushes(
     placement: Placement, times: Mapping[Ranks, Mapping[Computation, Fraction]], places: Mapping[str, int]
 ) -> Iterator[tuple[_Moment, _Served]]:
     outline = placement.outline
-    # whole: bucket -> stages that do not stream. They push a bucket once, after its last backward
-    # in any of these stages.
+    # whole: bucket -> stages that do not stream, which push it once, after their last backward.
     whole: defaultdict[str, list[_Served]] = defaultdict(list)
     for stage in placement.stages:
         backwards = [c for c in times[stage.ranks] if c.op is Op.BACKWARD]
@@ -254,7 +248,7 @@ def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computati
         for row, stage in stages.items():
             for action, begin, length in zip(schedule.actions[row], begins[row], lengths[row], strict=True):
                 op = Op.FORWARD if action.work is Work.FORWARD else Op.BACKWARD
-                # A stage's blocks share the time of its forward or backward equally.
+                # Blocks share the time of a forward or backward equally.
                 blocks = _blocks(placement.outline, stage, op, action.visit)
                 for i, block in enumerate(blocks):
                     times[stage.ranks][Computation(op, block, action.micro_batch)] = begin + i * length / len(blocks)
@@ -262,8 +256,7 @@ def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computati
 
 
 def _length(stage: PlacedStage, work: Work) -> Fraction:
-    """Return the assumed time of a forward or of a backward, which takes twice as long as a forward."""
-    # n micro-batches with v visits each: n v (1 + 2) / (3 n v) = 1, equal for all stages.
+    # n micro-batches with v visits each: n v (1 + 2) / (3 n v) = 1 for all stages.
     return Fraction(1 if work is Work.FORWARD else 2, 3 * len(stage.micro_batches) * len(stage.blocks))
 
 

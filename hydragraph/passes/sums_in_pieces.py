@@ -3,8 +3,8 @@
     before     u = x W;  s = all_reduce(u)
     after      s = all_reduce_product([x], [W])
 
-The runtime starts the all-reduce of each piece of rows before it computes the next piece
-(`cluster.collectives.start_all_reduce_product`). Sums of products, such as u = x W + y V, are also split.
+The runtime starts the all-reduce of each piece before it computes the next piece. Sums of products are also split, such
+as u = x W + y V.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def _in_pieces(module: fx.GraphModule) -> fx.GraphModule:
         factors = ([copies[operands(product)[i]] for product in products] for i in range(2))
         copies[node] = graph.call_method(SUMMED, (copies[operands(node)[0]], *factors))
         copies[node].meta = dict(node.meta)
-        # The runtime sums rows [T, N]; readers expect [1, T, N].
+        # The runtime sums [T, N]; readers expect [1, T, N].
         if len(shape(node)) == 3:
             copies[node].meta["val"] = value_of(node)[0]
             copies[node] = graph.call_function(aten.unsqueeze.default, (copies[node], 0))
             copies[node].meta = dict(node.meta)
-    # Erase products, views and additions that only replaced sums read, readers first.
+    # Erase what only replaced sums read, readers first.
     for node in reversed(module.graph.nodes):
         if node.op != "placeholder" and node.users and not copies[node].users:
             graph.erase_node(copies[node])

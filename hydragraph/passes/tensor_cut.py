@@ -30,14 +30,13 @@ class Cut:
     """Sharding of a value: each rank has some units along one dimension.
 
     Attributes:
-        scale: elements of the lead per entry of this value's dimension (1 for columns, D for heads), a fraction
-            after attention whose value heads and query heads differ in size.
-        start: index of the first of the lead's elements that this value covers.
-        length: number of the lead's elements that this value covers.
+        scale: elements of the lead per entry of the dimension (1 for columns, D for heads); a fraction if value heads
+            and query heads differ in size.
+        start, length: range of the lead's elements that this value covers.
         lead: the origin that `scale`, `start` and `length` refer to.
         origins: all origins of the value, sharded alike.
-        outer: sizes that a view merged into the dimension, such as (T,) for [T, 4, 16] as [T * 4, 16].
-        pieces: cuts of values concatenated along the sharded dimension.
+        outer: sizes that a view merged into the dimension: (T,) for [T, 4, 16] as [T * 4, 16].
+        pieces: cuts of values concatenated along the dimension.
         parts: pairs (origin, k): element i of the lead corresponds to element i + k of the origin.
     """
 
@@ -53,7 +52,6 @@ class Cut:
 
     @property
     def plain(self) -> bool:
-        """Whether `outer` and `pieces` are empty."""
         return not self.outer and not self.pieces
 
     @property
@@ -64,11 +62,11 @@ class Cut:
 
 @dataclass
 class Origin:
-    """Units and segments of one column-parallel product.
+    """Units and segments of a column-parallel product.
 
     Attributes:
         bounds: first element of every segment except the first.
-        head: elements per head, or 0 if units are not heads.
+        head: elements per head, or 0 without heads.
     """
 
     unit: int = 1
@@ -82,9 +80,8 @@ class Cuts:
     """Result of `find_cuts`: the cut of every sharded value, and the roles of products.
 
     Attributes:
-        cut: cut of each sharded node.
         columns: column-parallel products and vocabulary-parallel embeddings.
-        unknown: for each replicated product, the operator without a rule that prevents sharding the product.
+        unknown: for each replicated product, the operator without a rule that prevents sharding it.
     """
 
     cut: dict[fx.Node, Cut] = field(default_factory=dict)
@@ -100,13 +97,13 @@ class Cuts:
         """Enlarge the units of a cut's origins to multiples of `unit` elements of the lead."""
         lead = self.origins[cut.lead]
         for origin in (self.origins[o] for o in cut.origins):
-            # Heads of different products may differ in size. With heads of 16 elements in the lead
-            # and 32 in the origin, 2 heads are 32 elements of the lead and 64 of the origin.
+            # Products' heads may differ in size. With 16 elements in the lead and 32 in the origin,
+            # 2 heads are 32 elements of the lead and 64 of the origin.
             own = unit * origin.head // lead.head if origin.head and lead.head else unit
             origin.unit = math.lcm(origin.unit, own)
 
     def bound(self, cut: Cut, at: int) -> bool:
-        """Make a segment start at the lead's element `at`; return False if some origin is not in `parts`."""
+        """Make a segment start at the lead's element `at`; return False if an origin is not in `parts`."""
         parts = cut.parts or {(cut.lead, 0)}
         if not cut.origins <= {origin for origin, _ in parts}:
             return False
@@ -119,10 +116,10 @@ class Cuts:
         return sorted(b for b in self.origins[cut.lead].bounds if cut.start < b < cut.start + cut.length)
 
     def join(self, cuts: Sequence[Cut]) -> Cut | None:
-        """Return the first cut with the origins and bounds of all cuts, or None if `bound` fails."""
+        """Return the first cut with all cuts' origins and bounds, or None if `bound` fails."""
         first = cuts[0]
-        # Joining gate, elements 0-63 of A, and up, elements 64-127 of B: element i of A corresponds
-        # to element i + 64 of B, so parts = {(A, 0), (B, 64)}.
+        # Gate is elements 0-63 of A, and up elements 64-127 of B: element i of A corresponds to i +
+        # 64 of B, so parts = {(A, 0), (B, 64)}.
         parts = {(o, offset + c.start - first.start) for c in cuts for o, offset in c.parts or {(c.lead, 0)}}
         joined = replace(first, origins=frozenset().union(*(c.origins for c in cuts)), parts=frozenset(parts))
         bounds = {b - c.start for c in cuts for b in self.inner_bounds(c)}

@@ -1,4 +1,4 @@
-"""Spec of a variant, the graphs of a block on one rank."""
+"""Specification of a variant, the graphs of a block on one rank."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class VariantSpec:
     """Everything that determines the graphs of one block on one rank.
 
     Attributes:
-        learning: local names of the parameters that get gradients, and "hidden" if the hidden state gets one.
+        learning: local names of parameters that get gradients, and "hidden" if the hidden state gets one.
         partitioner: "min_cut", or "default", which saves everything; ignored if the stage recomputes.
         added: whether matmuls accumulate gradients into buffers where possible (`passes.accumulate`).
-        backend: "eager", or "inductor", which compiles the graphs for `device`.
+        backend: "eager", or "inductor", which compiles for `device`.
     """
 
     template: Template
@@ -44,7 +44,7 @@ class VariantSpec:
         eager = self.backend == "eager"
         applies = {
             "shard": True,
-            # For a sharded vocabulary, `shard` inserts the fused operator.
+            # `shard` fuses heads with a sharded vocabulary.
             "fuse_head": self.fused_head and self.part.tp == 1,
             "differentiate": True,
             # Gradient sums are in fp32. Inductor fuses the additions itself.
@@ -61,7 +61,7 @@ class VariantSpec:
 
     @property
     def key(self) -> str:
-        """Hash that identifies the uncompiled graphs (64 hex digits), equal in every process."""
+        """Hash (64 hex digits) of the uncompiled graphs, equal in every process."""
         passes = [name for name in self.passes if name != COMPILE]
         how = (tuple(self.part.kind), str(self.dtype), sorted(self.learning), self.partitioner, self.fused_head, passes)
         return hashlib.sha256(repr((self.template.content, list(self.shards), how)).encode()).hexdigest()

@@ -31,7 +31,7 @@ from hydragraph.spec.strategy import Strategy
 _LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-# Large enough, because a model has about three templates, and its strategies have few degrees
+# Large enough: a model has about three templates, and strategies few degrees
 CAPACITY = 64
 
 
@@ -51,8 +51,6 @@ class Library(Protocol):
 
 
 class Cache(Protocol):
-    """Store of traced, uncompiled variants."""
-
     def variant(self, spec: VariantSpec) -> Variant | None: ...
 
     def has(self, spec: VariantSpec) -> bool: ...
@@ -66,7 +64,7 @@ class Variants:
     Args:
         partitioner, backend, fused_head, added: as in `VariantSpec`.
         device: device to which `get` binds eager graphs, which are cached for the CPU.
-        cache: store of newly traced variants, searched after `library`.
+        cache: store of new variants, searched after `library`.
     """
 
     def __init__(
@@ -103,7 +101,6 @@ class Variants:
         return len(self._known)
 
     def get(self, block: Block, part: StagePart) -> Variant:
-        """Return a block's variant for one rank, bound to the device and compiled if necessary."""
         spec = self.spec(block, part)
         key = self._key(spec)
 
@@ -119,14 +116,13 @@ class Variants:
         return variant if self._backend != "eager" else _on(variant, self._device)
 
     def traced(self, block: Block, part: StagePart) -> bool:
-        """Return whether `get` finds a traced variant."""
         spec = self.spec(block, part)
         return self._key(spec) in _shared or (self._cache is not None and self._cache.has(spec))
 
     def _key(self, spec: VariantSpec) -> Hashable:
-        # Ranks with equal shards share a variant, so the key has their shapes, not their index.
+        # Ranks with equal shards share a variant, so the key has shapes, not the index.
         how = (spec.learning, self._how, spec.passes)
-        # Keys of stored and traced graphs differ, because a check may compare both.
+        # Stored and traced graphs have different keys: a check may compare both.
         source = "" if self._library is None else self._library.source(spec)
         return (spec.template.content, spec.shards, spec.part.kind, *how, source)
 
@@ -136,7 +132,7 @@ class Variants:
         return self._backend == "eager"
 
     def lacks(self, strategies: Iterable[Strategy]) -> bool:
-        """Return whether this process must still compile a variant for the given strategies."""
+        """Return whether this process must compile variants for the strategies."""
         return any(
             self._key(self.spec(block, part)) not in _shared
             for strategy in strategies
@@ -149,7 +145,7 @@ class Variants:
         return self._changed(_device=device)
 
     def scoring(self, entropy: bool = False) -> Variants:
-        """Return variants that compute log-probabilities; all blocks except the last have the original variants."""
+        """Return variants whose last block computes log-probabilities."""
         if entropy not in self._scoring:
             self._scoring[entropy] = self.of(scoring_program(self.program, entropy))
         return self._scoring[entropy]
@@ -158,7 +154,6 @@ class Variants:
         return self if mode_of(purpose) == purpose else self.scoring(purpose == "score_entropy")
 
     def of(self, program: Program) -> Variants:
-        """Return the variants of another program of the same model, sharing equal blocks."""
         return self._changed(program=program)
 
     def _changed(self, **attributes: object) -> Variants:
@@ -167,14 +162,13 @@ class Variants:
         return other
 
     def adopt(self, others: Variants) -> None:
-        """Add another process's variants of the same program."""
+        """Add variants that another process made for this program."""
         for key, variant in others._known.items():
             self._known.get(key, lambda v=variant: v)
         self._kinds.update(others._kinds)
         self.strategies.update(others.strategies)
 
     def compile(self, strategies: Iterable[Strategy]) -> None:
-        """Compile all variants that ranks run under the given strategies."""
         for strategy in strategies:
             self.strategies.add(strategy)
             for block, part in self._parts(strategy):
@@ -182,7 +176,7 @@ class Variants:
                 self.kinds(block, part)
 
     def _parts(self, strategy: Strategy) -> Iterator[tuple[Block, StagePart]]:
-        # Variants do not depend on the number of micro-batches.
+        # Variants do not depend on micro-batch counts.
         placement = place(self.program.outline, strategy, [1] * len(strategy.pipelines))
         for at, part in dict.fromkeys((s.positions, s.part_of(rank)) for rank, s in placement.stage_of.items()):
             for position in at:
@@ -270,7 +264,7 @@ def pass_seconds(variant: Variant) -> Mapping[str, float]:
 
 
 def vocabulary_starts(variant: Variant, parameters: Mapping[str, Parameter], part: StagePart) -> dict[str, Tensor]:
-    """Return the first row of a rank's shard of each vocabulary-sharded parameter (0-d int64), by input name."""
+    """Return the first row (0-d int64) of each of a rank's vocabulary shards, by input name."""
     rules = {name: parameters[name].rule for name in variant.vocabulary}
     firsts = {name: rule.units(0, part.tp, part.index)[0] * rule.unit for name, rule in rules.items() if rule}
     return {start_of(name): torch.tensor(first) for name, first in firsts.items()}

@@ -1,4 +1,4 @@
-"""Layouts of buckets: the ranks that own each element, and the ranks that compute with the element."""
+"""Layouts of buckets: the ranks that own each element, and the ranks that compute with it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ KindsOf = Callable[[Block, StagePart], Mapping[str, GradientKind]]
 
 @dataclass(frozen=True)
 class BucketLayouts:
-    """Home layout of a bucket, and the layout (with gradient kinds) in which stages use the bucket."""
-
     bucket: Bucket
     home: Layout
     used: Layout
@@ -37,7 +35,7 @@ def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -
     for bucket in program.buckets:
         stages = holders.get(bucket.name, ())
         kinds = stage_kinds(program, bucket, placement, stages, kinds_of)
-        # Most layers' buckets have equal forms, stages and kinds, and share one layout.
+        # Most layers' buckets have equal forms, stages and kinds, and share a layout.
         key = (bucket.form, stages, tuple(tuple(kinds_by_name.values()) for kinds_by_name in kinds))
         if key not in used_layouts:
             used_layouts[key] = propagation(bucket, stages, kinds)
@@ -48,21 +46,20 @@ def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -
 def stage_kinds(
     program: Program, bucket: Bucket, placement: Placement, stages: Sequence[tuple[int, ...]], kinds_of: KindsOf
 ) -> list[dict[str, GradientKind]]:
-    """Return the `bucket_kinds` of each stage."""
-    # The first rank of a stage represents all its ranks.
+    # A stage's first rank represents all.
     parts = [placement.stage_of[ranks[0]].part_of(ranks[0]) for ranks in stages]
     return [bucket_kinds(program, bucket, part, kinds_of) for part in parts]
 
 
 def bucket_kinds(program: Program, bucket: Bucket, part: StagePart, kinds_of: KindsOf) -> dict[str, GradientKind]:
-    """Return the gradient kinds of a bucket's parameters in a stage, or REPLICA if the bucket is frozen.
+    """Return the gradient kinds of a bucket's parameters in a stage, or REPLICA if it is frozen.
 
     Raises:
         Unsupported: a shared parameter gets a full gradient from one block and a partial gradient from another.
     """
     if not bucket.learns:
         return {p.name: GradientKind.REPLICA for p in bucket.parameters}
-    # All blocks' gradients of a tied weight are summed, so the gradients must have equal kinds.
+    # Blocks' gradients of a tied weight are summed, so their kinds must be equal.
     kind_of: dict[str, GradientKind] = {}
     for block in (b for b in program.blocks if b.name in bucket.blocks):
         template = program.templates[block.template]

@@ -7,26 +7,26 @@ One pipeline of 3 stages (F0: the forward of micro-batch 0; B0: its backward):
     stage 1      F0      F1  B0  F2  B1  F3  B2
     stage 2          F0  B0  F1  B1  F2  B2  F3  B3
 
-A stage that runs n micro-batches has a period of 1 / n of the iteration. In this example, a period is two ticks: one
-for a forward and one for a backward. If stages have different periods:
+A stage that runs n micro-batches has a period of 1 / n of the iteration: here two ticks, for a forward and a backward.
+If stages have different periods:
 
-- Micro-batch j of a pipeline with c micro-batches enters the first stage at j / c of the iteration. If P pipelines
-  share stages, pipeline i is delayed by i / (P c).
-- A micro-batch takes half of the longer period of two neighboring stages to move between the stages.
+- Micro-batch j of a pipeline's c enters the first stage at j / c of the iteration. If P pipelines share stages,
+  pipeline i is delayed by i / (P c).
+- A micro-batch takes half of the longer period of two neighboring stages to move between them.
 - On the last stage, a backward begins half a period after its forward.
 
-Ranks that run their tasks in clock order cannot deadlock, because the inputs of a task have earlier times. All
-micro-batches take the same time between two stages, so they arrive in order.
+Ranks that run tasks in clock order cannot deadlock, because inputs have earlier times. Micro-batches arrive in order,
+because all take the same time between two stages.
 
 With interleaved stages, a micro-batch passes through G groups of devices in each of C rounds. Micro-batches enter in
-sets of G, and a set finishes a round before it starts the next. A micro-batch reaches the next stage after a full
-period. F0:1 is the forward of micro-batch 0 in the second round:
+sets of G, which finish a round before they start the next. Moving to the next stage takes a full period. F0:1 is the
+forward of micro-batch 0 in the second round:
 
     row 0    F0        F1        F0:1      F1:1      F2   B0:1 F3   B1:1 F2:1 ...
     row 1              F0        F1        F0:1 B0:1 F1:1 B1:1 F2   B0   F3 ...
 
-The first row holds at most (C - 1) G + 2 (G - 1) + 1 activations. (Narayanan et al., Efficient Large-Scale Language
-Model Training on GPU Clusters, 2021, section 2.2.)
+The first row holds at most (C - 1) G + 2 (G - 1) + 1 activations (Narayanan et al., Efficient Large-Scale Language
+Model Training on GPU Clusters, 2021, section 2.2).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from operator import itemgetter
 
 from hydragraph.ir.schedules.schedule import Action, ScheduleShape, Work
 
-# Time in a unit that makes all times integers
+# In a unit that makes all times integers
 Ticks = int
 
 
@@ -86,7 +86,7 @@ def beats_of(shape: ScheduleShape) -> tuple[tuple[StageTimes, ...], ...]:
     if any(len(set(rows)) < len(rows) for rows in shape.stages):
         assert len(shape.stages) == 1, "only pipelines without interleaved stages may share stages"
         return (_returning(shape.stages[0]),)
-    # times[pipeline][stage]: arrives, forward, backward and every, in fractions of the iteration.
+    # times[pipeline][stage]: arrives, forward, backward, every, in fractions of the iteration.
     times: list[list[list[Fraction]]] = []
     for i, (count, chain) in enumerate(zip(shape.counts, shape.stages, strict=True)):
         entry = Fraction(i, len(shape.counts) * count)
@@ -122,8 +122,8 @@ def _timed(
 
 
 def _returning(rows: Sequence[int]) -> tuple[StageTimes, ...]:
-    # A round takes 2 ticks per row: one for a forward, and one for a backward.
-    # there: rows of this round so far. begin: first tick of this round.
+    # A round takes 2 ticks per row, for a forward and a backward. there: rows of this round so far.
+    # begin: its first tick.
     size = len(set(rows))
     forwards: list[int] = []
     begin = 0
@@ -134,7 +134,7 @@ def _returning(rows: Sequence[int]) -> tuple[StageTimes, ...]:
             there = []
         forwards.append(begin + 2 * len(there))
         there.append(row)
-    # A set's next micro-batch enters after 2 ticks, but the next set only after all rounds.
+    # Micro-batches of a set enter every 2 ticks, but the next set only after all rounds.
     pause = begin
     return tuple(
         StageTimes(0, forwards[max(0, at - 1)], forward, 2 * forwards[-1] + 1 - forward, 2, size, pause)
@@ -143,7 +143,7 @@ def _returning(rows: Sequence[int]) -> tuple[StageTimes, ...]:
 
 
 def _times(runs: Sequence[int], entry: Fraction) -> Iterator[tuple[Fraction, Fraction, Fraction]]:
-    # steps: half of the longer period of each two neighbors. runs: micro-batches of each stage.
+    # steps: half of each two neighbors' longer period. runs: micro-batches of each stage.
     steps = [Fraction(1, 2 * min(one, other)) for one, other in pairwise(runs)]
     forwards = [entry]
     for step in steps:

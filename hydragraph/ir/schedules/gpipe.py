@@ -1,9 +1,4 @@
-"""GPipe: a stage runs all forwards, then all backwards.
-
-schedule gpipe
-stage 0  F0 F1 F2 .  .  B0 B1 B2
-stage 1  .  F0 F1 F2 B0 B1 B2
-"""
+"""GPipe: a stage runs all forwards, then all backwards."""
 
 from __future__ import annotations
 

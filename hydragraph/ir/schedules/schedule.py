@@ -1,17 +1,11 @@
 """Schedule: the order in which each stage of one or more pipelines runs its forwards and backwards.
 
-The printed form is a grid with a row per stage and a column per unit of time, as if every action took one unit. F is a
-forward, and B a backward. I and W are the two halves of a backward, which compute the input gradient and the weight
-gradients. `F1.4` is the forward of micro-batch 4 in pipeline 1, and `F4` in pipeline 0.
+The printed grid has a row per stage and a column per unit of time, as if every action took one unit. F is a forward,
+and B a backward, whose halves I and W compute the input gradient and the weight gradients. `F1.4` is the forward of
+micro-batch 4 in pipeline 1, and `F4` in pipeline 0. Stages on the same devices share a row. With interleaved stages of
+one pipeline, `F0:1` is the forward of micro-batch 0 in the row's second stage:
 
     schedule example
-    stage 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
-    stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
-    stage 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
-
-Stages on the same devices share a row. In interleaved stages (of one pipeline), `F0:1` is the forward of micro-batch 0
-in the second stage of the row:
-
     stage 0  F0   F1   F0:1 F1:1 .    B0:1 .    B1:1 B0   B1
     stage 1  .    F0   F1   F0:1 B0:1 F1:1 B1:1 B0   B1
 """
@@ -34,18 +28,18 @@ _CELL = re.compile(r"([FBIW])(?:(\d+)\.)?(\d+)(?::(\d+))?")
 
 
 class Work(Enum):
-    """Kind of an action; the value is a letter in printed schedules."""
+    """Kind of an action, with its letter in printed schedules."""
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
 
-    # This is faster than Enum's hash, which hashes the name
+    # Faster than Enum's, which hashes the name
     __hash__ = object.__hash__
 
 
-# Kinds of work that compute the gradient of a stage's input.
+# Kinds that compute the gradient of a stage's input.
 RETURNING = (Work.BACKWARD, Work.INPUT_GRADIENT)
 
 
@@ -53,7 +47,7 @@ class Action(NamedTuple):
     """Work of one micro-batch on a stage.
 
     Attributes:
-        visit: index of the stage among the pipeline's stages in the row.
+        visit: index among the pipeline's stages in the row.
     """
 
     work: Work
@@ -72,12 +66,12 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class ScheduleShape:
-    """One pipeline, or several pipelines that share stages and a numbering of micro-batches.
+    """One pipeline, or several that share stages and a numbering of micro-batches.
 
     Attributes:
         counts: micro-batches of each pipeline, at least 1.
-        stages: row of each stage, by pipeline; stages on the same devices have the same row. Rows ascend along a
-            pipeline, except where the pipeline returns to earlier devices.
+        stages: row of each stage, by pipeline; stages on the same devices share a row. Rows ascend, except where a
+            pipeline returns to earlier devices.
     """
 
     counts: tuple[int, ...]
@@ -89,7 +83,6 @@ class ScheduleShape:
 
     @cached_property
     def size(self) -> int:
-        """Number of rows."""
         return 1 + max(max(chain) for chain in self.stages)
 
     @cached_property
@@ -103,7 +96,7 @@ class ScheduleShape:
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
-        """Number of micro-batches that each row runs, counted once per visit."""
+        """Micro-batches that each row runs, counted once per visit."""
         return tuple(
             sum(count * chain.count(row) for count, chain in zip(self.counts, self.stages, strict=True))
             for row in range(self.size)
@@ -118,14 +111,14 @@ def places_of(rows: Sequence[int]) -> tuple[Place, ...]:
 
 
 class ScheduleTable(NamedTuple):
-    """A schedule of one pipeline as arrays [stages, actions], for compiled code (`cost.compiled_replay`).
+    """Schedule of one pipeline as arrays [stages, actions], for compiled code.
 
     To use the table for m micro-batches, skip the actions of micro-batches m, m + 1, ....
 
     Attributes:
         work: index in `WORKS` of each action's kind; -1 after a row's last action.
-        skip: for each action, the index of the row's next action with a smaller micro-batch number.
-        stage: stage of each action; with interleaved stages, the table's last rows are empty.
+        skip: index of the row's next action with a smaller micro-batch number.
+        stage: stage of each action; with interleaved stages, the last rows are empty.
     """
 
     work: NDArray[np.int32]
@@ -139,8 +132,6 @@ WORKS = tuple(Work)
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of each stage's work."""
-
     kind: str
     actions: tuple[tuple[Action, ...], ...]
 
@@ -176,9 +167,9 @@ class Schedule:
         return cls(title[1], tuple(rows))
 
     def in_flight(self, stage: int) -> int:
-        """Return the largest number of micro-batches in flight on a row, each from its forward to its last gradient."""
+        """Return the largest number of micro-batches in flight on a row, from forward to last gradient."""
         row = self.actions[stage]
-        # A split backward has two actions, and activations are needed until the second.
+        # Activations are needed until the second action of a split backward.
         last = {(action.micro_batch, action.visit): i for i, action in enumerate(row)}
         alive = most = 0
         for i, action in enumerate(row):
@@ -214,9 +205,9 @@ class Schedule:
         """Return when each action begins. A deadlocked row ends before the action that never begins.
 
         Args:
-            lengths: durations of each row's actions, as integers or fractions; default: 1.
+            lengths: durations of each row's actions, integers or fractions; default: 1.
         """
-        # ends: result of a forward or backward -> time when it exists. free: row -> end of its last
+        # ends: result of a forward or backward -> time when it exists. free: end of each row's last
         # action. Each pass over the rows runs all actions whose inputs exist.
         ends: dict[_End, Any] = {}
         free: list[Any] = [0] * len(self.actions)
@@ -233,7 +224,7 @@ class Schedule:
                     begin = max([free[stage], *(ends[need] for need in needs)])
                     free[stage] = begin + (lengths[stage][len(begins[stage])] if lengths is not None else 1)
                     begins[stage].append(begin)
-                    # No other action needs weight gradients.
+                    # No action needs weight gradients.
                     if action.work is not Work.WEIGHT_GRADIENT:
                         ends[(stage, action.visit), action.work in RETURNING, action.micro_batch] = free[stage]
                     advanced = True
@@ -267,8 +258,8 @@ def _parsed(stage: int, at: int, cell: str) -> Action:
 
 def _next_smaller(numbers: Sequence[int]) -> list[int]:
     result = [len(numbers)] * len(numbers)
-    # larger: indices that still wait for a smaller number; their numbers ascend.
-    # [0, 2, 1] yields [3, 2, 3], in which 3 means none.
+    # larger: indices without a smaller number so far; their numbers ascend. [0, 2, 1] yields [3, 2,
+    # 3]; 3 means none.
     larger: list[int] = []
     for i, number in enumerate(numbers):
         while larger and numbers[larger[-1]] > number:

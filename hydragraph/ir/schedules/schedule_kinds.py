@@ -1,7 +1,7 @@
-"""Kinds of schedules, by their names in strategies.
+"""Kinds of schedules, by name.
 
-Every kind runs a pipeline's micro-batches in ascending order, so gradients are always summed in the same order. If no
-stage is shared, removing a schedule's last micro-batches yields the schedule for fewer micro-batches.
+Every kind runs a pipeline's micro-batches in ascending order, which fixes the order of gradient sums. If no stage is
+shared, removing a schedule's last micro-batches yields the schedule for fewer.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def schedule_of(kind: str, shape: ScheduleShape, mode: Mode = "train") -> Schedu
 
 @lru_cache(maxsize=256)
 def most_in_flight(kind: str, stages: int) -> tuple[int | None, ...]:
-    """Return the largest number of micro-batches in flight on each stage, or None if there is no limit."""
-    # Limited schedules hold at most `stages` micro-batches. If all of stages + 1 are held at once,
-    # the schedule is unlimited.
+    """Return the largest number of micro-batches in flight on each stage, or None without a limit."""
+    # Limited schedules hold at most `stages` micro-batches. One that holds stages + 1 at once is
+    # unlimited.
     count = stages + 1
     schedule = KINDS[kind](ScheduleShape.alone(stages, count))
     return tuple(most if most < count else None for most in map(schedule.in_flight, range(stages)))
 
 
 def in_flight(kind: str, stages: int, count: int) -> tuple[int, ...]:
-    """Return the largest number of micro-batches in flight on each stage of a pipeline with `count` micro-batches."""
+    """Return the largest number of micro-batches in flight on each stage, for `count` micro-batches."""
     return tuple(count if most is None else min(most, count) for most in most_in_flight(kind, stages))
 
 
@@ -64,7 +64,7 @@ def table_of(kind: str, rows: int | tuple[int, ...], count: int) -> ScheduleTabl
     Args:
         rows: row of each stage, or the number of stages.
     """
-    # Powers of two: a table also serves all smaller counts, so few tables are built.
+    # A table also serves smaller counts, so powers of two need few tables.
     return _table(kind, tuple(range(rows)) if isinstance(rows, int) else rows, 1 << max(3, (count - 1).bit_length()))
 
 

@@ -1,13 +1,12 @@
 """ZB-H1: 1F1B in which a stage sends the gradient of its input before it computes the gradients of its weights.
 
-    schedule zb-h1
     stage 0  F0 F1 .  .  B0 F2 .  B1 .  .  B2
     stage 1  .  F0 I0 W0 F1 I1 W1 F2 I2 W2
 
-The first stage does not split its backwards. Every stage holds as many micro-batches as under 1F1B. If each of S stages
-takes f for a forward, and i and w for the halves of a backward, a pipeline idles for (S - 1) (f + i), and under 1F1B
-for (S - 1) (f + i + w). The ZB-H1 of Qi et al. (Zero Bubble Pipeline Parallelism, 2023) idles less, but each of its
-stages holds as many micro-batches as its first stage.
+The first stage does not split its backwards, and every stage holds as many micro-batches as under 1F1B. If each of S
+stages takes f for a forward, and i and w for the halves of a backward, a pipeline idles for (S - 1) (f + i), and under
+1F1B for (S - 1) (f + i + w). The ZB-H1 of Qi et al. (Zero Bubble Pipeline Parallelism, 2023) idles less, but every
+stage holds as many micro-batches as the first.
 """
 
 from __future__ import annotations
