@@ -1,1 +1,1 @@
-"""Frontend: captures a model as a Program, or reads a Program from a compiled folder."""
+"""Conversion of a model, or of a compiled folder, to a Program."""

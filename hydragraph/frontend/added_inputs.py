@@ -1,4 +1,4 @@
-"""Graph inputs for batch fields that the model itself does not pass to its blocks."""
+"""Graph inputs for batch fields that the model does not pass to its blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, fx
 
-# Maps a placeholder's name to a batch field. Added placeholders come after a block's own arguments, in this order.
+# Placeholder name -> batch field. Added placeholders follow a block's own arguments, in this order.
 ADDED = {"added_positions": "position_ids", "added_bounds": "cu_seqlens", "added_longest": "max_length"}
 
 

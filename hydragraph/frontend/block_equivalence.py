@@ -21,12 +21,12 @@ from hydragraph.frontend.untraceable import refuse_own_backward, watched
 from hydragraph.private.argument_trees import TorchDispatchMode, tree_flatten, tree_unflatten
 from hydragraph.private.tracing import meta_as_cpu, symbol_name
 
-# Maximum number of elements; larger constant tensors are not compared
+# Maximum elements; larger constants are not compared
 _LARGEST = 1 << 20
 
 
 def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
-    """Return a digest of the operators that a block runs, or None if the operators are unknown."""
+    """Return a digest of the operators that a block runs, or None if they are unknown."""
     notes = _noted(call, hints)
     return None if notes is None else hashlib.sha256("\n".join(notes).encode()).hexdigest()
 
@@ -34,7 +34,7 @@ def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
 def is_without_index(call: BlockCall, hints: dict[str, int]) -> bool:
     plain = _noted(call, hints)
     with ExitStack() as indices:
-        # With an index that raises an error in every use, the operators must stay the same.
+        # With an index that raises an error when used, the operators must stay the same.
         for attributes in map(vars, call.module.modules()):
             unusable = {name: _Nowhere() for name in LAYER_INDEX if name in attributes}
             indices.enter_context(mock.patch.dict(attributes, unusable))
@@ -59,12 +59,12 @@ def refuse_state(call: BlockCall, hints: dict[str, int]) -> None:
 def refuse_state_around(
     module: nn.Module, opaque: AbstractContextManager[None], batch: Mapping[str, Tensor], where: str
 ) -> None:
-    """Run the model twice; raise Unsupported if the two runs differ.
+    """Raise Unsupported if two runs of the model differ.
 
     Args:
-        opaque: replaces the model's blocks, which makes the runs faster but may fail.
+        opaque: replaces the blocks, which is faster but may fail.
     """
-    # Try the fast run first; if the opaque blocks make it fail, run the real blocks.
+    # Try the fast run; if the opaque blocks make it fail, run the real blocks.
     for context in (opaque, nullcontext()):
         notes = []
         replaced: list[str] = []
@@ -81,7 +81,7 @@ def refuse_state_around(
                 replaced = [name for name, tensor in _tensors_of(module).items() if before.get(name) is not tensor]
         except Unsupported:
             return
-        # `opaque` or the model failed; a failure of the model recurs in the trace.
+        # `opaque` or the model failed; a model's failure recurs in the trace.
         except Exception:
             continue
         if replaced:
@@ -98,7 +98,7 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def refuse_state_between(module: nn.Module, blocks: Sequence[nn.Module], batch: Mapping[str, Tensor]) -> None:
     """Raise Unsupported if a block reads a value that the model changes between blocks.
 
-    A block is traced after the model has run, so its graph would contain only the final value.
+    A block is traced after the model has run, so its graph would contain the final value.
     """
     calls: list[tuple[int, list[str] | None, Callable[[], tuple[Any, list[str] | None]]]] = []
 
@@ -124,8 +124,8 @@ def refuse_state_between(module: nn.Module, blocks: Sequence[nn.Module], batch: 
     except Exception:
         return
     for (number, before, _), (after, later) in zip(calls, repeated, strict=True):
-        # The block repeats itself after the model has run (after == later), but ran differently
-        # within the model (before), so the model changed a value that the block reads.
+        # The block repeats itself after the model has run (after == later), but differed within the
+        # model (before): the model changed a value that the block reads.
         if None not in (before, after) and before != after == later:
             what = "the block reads a value that the model changes between blocks, but is traced with the final value"
             raise Unsupported(what, where=f"layer.{number}", remedy="pass this value to the block as an argument")
@@ -160,7 +160,7 @@ def _refuse_difference(first: list[str] | None, second: list[str] | None, where:
 def _noted(call: BlockCall, hints: dict[str, int]) -> list[str] | None:
     arguments: list[Tensor] = []
     for tensor in call.inputs:
-        # Sizes of the example; a size computed from T or N + 1 has no hint.
+        # Sizes of the example; sizes computed from T or N + 1 have no hint.
         sizes = [hints.get(name) if (name := symbol_name(s)) else int(s) for s in tensor.shape]
         known = [size for size in sizes if size is not None]
         if len(known) < len(sizes):
@@ -183,20 +183,20 @@ class _Notes(TorchDispatchMode):
     """Mode that records a block's operators.
 
     Args:
-        detaches: whether to record `detach`, which autograd also calls for the tensors that a checkpoint saves.
+        detaches: whether to record `detach`, which autograd also calls for tensors saved by a checkpoint.
     """
 
     def __init__(self, block: nn.Module, inputs: list[Tensor], detaches: bool = True) -> None:
         super().__init__()
         self._detaches = detaches
         self.lines: list[str] = []
-        # Whether some tensor has an unknown origin and values that cannot be compared
+        # Whether a tensor has an unknown origin and values that cannot be compared
         self.unknown = False
         self._names: dict[int, str] = {}
         # References prevent the reuse of ids
         self._kept: list[Tensor] = []
         self._numbered = 0
-        # _names: id of a tensor -> its parameter's or buffer's name, "input 0", or "%1" for a
+        # _names: id of a tensor -> name of its parameter or buffer, "input 0", or "%1" for a
         # result.
         tensors = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
         for name, tensor in tensors:

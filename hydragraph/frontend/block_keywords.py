@@ -1,4 +1,4 @@
-"""Keyword arguments of the block being traced, for the block's layers."""
+"""Keyword arguments of the block being traced, for its layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def keywords_of_block(keywords: Mapping[str, Any]) -> Iterator[None]:
 
 
 def sequence_bounds(where: str, what: str = "attention") -> tuple[Tensor, Tensor | None]:
-    """Return the cu_seqlens and max_length passed to the traced block; raise Unsupported if cu_seqlens is missing."""
+    """Return the traced block's cu_seqlens and max_length; raise Unsupported if cu_seqlens is missing."""
     bounds, longest = (_KEYWORDS.get().get(name) for name in ("cu_seq_lens_q", "max_length_q"))
     if bounds is None:
         problem = f"{what} was called without cu_seq_lens_q, so it would mix packed sequences"

@@ -11,14 +11,12 @@ from hydragraph.ir.program import Block
 def buckets_of(
     blocks: Sequence[Block], parameters: Mapping[str, Parameter], learns: Collection[str]
 ) -> tuple[Bucket, ...]:
-    """Return one bucket for each tied parameter, and up to two for each block.
-
-    A block's untied trained parameters share one bucket, and its untied frozen parameters share another.
+    """Return one bucket for each tied parameter, and one each for a block's other trained and frozen parameters.
 
     Args:
         learns: names of the trained parameters.
     """
-    # users: parameter -> the blocks that read it, in order; its first block places a tied one.
+    # users: parameter -> the blocks that read it; the first one places a tied parameter.
     users: dict[str, list[str]] = {}
     for block in blocks:
         for name in dict.fromkeys(block.parameters):

@@ -1,4 +1,4 @@
-"""Capture of an unmodified model as a strategy-independent Program."""
+"""Capture of a model as a strategy-independent Program."""
 
 from __future__ import annotations
 
@@ -83,28 +83,27 @@ def capture(
 
     Args:
         model: a Hugging Face model, or any module with a list of repeated blocks, on the meta device or the CPU. A
-            custom module is called with the batch fields that its forward names as parameters. A forward that names
-            no field and requires one parameter, such as `batch`, gets the dict of all fields. Each block takes
-            the hidden state, [1, T, H] or [T, H], as its first argument and returns the new hidden state. Tokens may
-            interact only in `hydragraph.varlen_attention`.
+            custom module is called with the batch fields that its forward names; if it names none and requires one
+            parameter, such as `batch`, it gets the dict of all fields. Each block takes the hidden state, [1, T, H] or
+            [T, H], as its first argument and returns the new one. Tokens may interact only in
+            `hydragraph.varlen_attention`.
         example: a packed batch of any size. The standard fields are optional: input_ids, position_ids and labels
-            [1, T] int64, cu_seqlens [N + 1] int32, and max_length, 0-d int64. An entry with another name,
-            [1, T, ...], is a custom field for forward or the loss. Every sequence must provide all custom fields as
-            tensors [L, ...].
+            [1, T] int64, cu_seqlens [N + 1] int32, and max_length, 0-d int64. Any other entry, [1, T, ...], is a custom
+            field, which every sequence must provide as a tensor [L, ...].
         loss: function of the model's outputs and the packed batch (a dict) that returns the loss summed over targets,
-            i.e. positions whose label is not -100. A step divides the sum by the number of targets. A loss module may
-            have constant buffers but no parameters. Default: cross-entropy of the logits.
+            i.e. positions whose label is not -100. A step divides it by the number of targets. A loss module may have
+            constant buffers but no parameters. Default: cross-entropy of the logits.
         blocks: path of the nn.ModuleList of repeated blocks, if it is not the largest list.
 
     Raises:
-        Unsupported: the model cannot be captured. The error names the module, the operator and a remedy.
+        Unsupported: the model cannot be captured; the error names the module, the operator and a remedy.
     """
     check_torch()
     check_model(model, "capture")
     where = type(model).__name__
     if dtype not in DTYPES:
         raise Unsupported(f"dtype {dtype}", where=where, remedy=f"use one of {', '.join(map(str, DTYPES))}")
-    # These checks run even if the program comes from the cache, because they concern this model.
+    # Checks of this model, even if the program comes from the cache.
     refuse_untried(model)
     refuse_other_dtypes(model)
     refuse_unseen(model)
@@ -137,7 +136,7 @@ def _captured(
     sizes: Mapping[str, int],
 ) -> Program:
     where = type(model).__name__
-    # Prepare a meta copy, which the following steps change; the user's model stays as it is.
+    # The following steps change a meta copy, not the user's model.
     copied = meta_copy(model, dtype)
     is_huggingface = huggingface.is_huggingface(model)
     if is_huggingface:
@@ -145,12 +144,12 @@ def _captured(
         huggingface.use_packed_attention(copied)
     path, layers = block_list(copied, blocks)
     separate_repeated(layers)
-    # keys[id(block)]: digest of the block's structure without its index. It is computed before
-    # tracing, because tracing may replace the blocks' forwards.
+    # keys[id(block)]: digest of the block's structure without its index, computed before tracing,
+    # which may replace the blocks' forwards.
     keys = {id(block): structure(block, index=False, constants=True) for block in entries(layers)}
     call = huggingface.caller(copied) if is_huggingface else custom_modules.caller(copied, fields)
     traced = TracedModel(copied, call, meta_loss(loss or token_cross_entropy))
-    # Only code of transformers and peft is trusted to keep no state between calls.
+    # Only transformers' and peft's code is trusted to keep no state between calls.
     if loss is not None or not is_huggingface or not huggingface.is_library_class(model):
         refuse_state_around(traced, opaque_blocks(layers, []), meta_batch(sizes, fields), where)
     if not is_huggingface or not huggingface.is_library_class(model):
@@ -161,8 +160,8 @@ def _captured(
         skeleton = _Skeleton(*functional_graph(exported, where), where, tuple(fields), sizes)
         pieces = _slice_skeleton(skeleton, calls)
         templates = _capture_layers(calls, keys, pieces.sizes, where)
-        # A rewritten block may read batch fields that the model does not pass to it. These follow
-        # the block's own arguments, so the skeleton is split again with them.
+        # A rewritten block may read batch fields that the model does not pass. They follow the
+        # block's own arguments: split the skeleton again with them.
         if any(i >= len(pieces.feeds[block]) for block, template in templates.items() for i, _ in _others(template)):
             pieces = _slice_skeleton(skeleton, calls, added=True)
         pieces = replace(pieces, layers=templates)
@@ -171,8 +170,8 @@ def _captured(
         refuse_mixed_dtypes(template, name, dtype)
         prove_sizes(template.graph, name, exported=True)
     if is_huggingface:
-        # If the embedding counts positions with `arange`, this error is clearer than the one that
-        # `_refuse_leaks` raises.
+        # If the embedding counts positions with `arange`, this error is clearer than that of
+        # `_refuse_leaks`.
         if any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
             huggingface.refuse_own_positions(where, pieces.used_fields())
         huggingface.refuse_own_mixing(copied, pieces.layers)
@@ -195,8 +194,8 @@ class _Pieces:
     """Model split into templates; `aux` computes the inputs that blocks share.
 
     Attributes:
-        feeds: for each block name, the indices of the `aux` outputs that the block takes.
-        sizes: size of each symbol in the example: the token count, then the length of cu_seqlens.
+        feeds: for each block, the indices of the `aux` outputs that it takes.
+        sizes: the example's token count and length of cu_seqlens, by symbol.
     """
 
     model: str
@@ -238,7 +237,7 @@ def _others(template: Template) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class _Skeleton:
-    """Exported graph of a model whose blocks are opaque operators.
+    """Exported graph of a model with opaque blocks.
 
     Attributes:
         example: sizes of "T" and "N+1" in the traced batch.
@@ -260,16 +259,12 @@ class _Skeleton:
 
 
 def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool = False) -> _Pieces:
-    """Split the parts of a model outside its blocks into templates.
-
-    Args:
-        added: whether the `ADDED` fields are appended to each block's inputs.
-    """
+    """Split the parts outside a model's blocks into templates; if `added`, blocks also take the `ADDED` fields."""
     model, signature = skeleton.model, skeleton.signature
     nodes = [n for n in skeleton.graph.graph.nodes if n.target is torch.ops.hydragraph.block.default]
-    # Every stage computes `aux`, so `aux` may depend only on the batch and buffers.
-    # outputs: the results of `aux`, each once. feeds["layer.0"] = [0, 2]: the block takes results 0
-    # and 2, after its hidden state.
+    # Every stage computes `aux`, so it may depend only on the batch and buffers. `outputs` are its
+    # distinct results. feeds["layer.0"] = [0, 2]: the block takes results 0 and 2 after its
+    # hidden state.
     outputs: list[fx.Node] = []
     feeds: dict[str, list[int]] = {}
     previous: fx.Node | None = None
@@ -288,8 +283,8 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
     if previous is None:
         remedy = "compute the loss from the model's outputs"
         raise Unsupported("the loss does not depend on the blocks", where=model, remedy=remedy)
-    # One node may stand for all blocks (`_FusedBlocks`). It takes the union of their inputs, of
-    # which each call lists its own.
+    # One node may stand for all blocks (`_FusedBlocks`). It takes all their inputs; each call
+    # lists its own.
     if len(nodes) == 1:
         places = feeds[str(previous.args[2])]
         feeds = {c.name: places if c.feeds is None else [places[i] for i in c.feeds] for c in calls}
@@ -297,19 +292,19 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
         more = [skeleton.field(name) for name in ADDED.values()]
         outputs += [node for node in more if node not in outputs]
         feeds = {name: [*places, *map(outputs.index, more)] for name, places in feeds.items()}
-    # Names of the symbols that torch.export chose for the sizes T and N + 1.
+    # torch.export's symbols for the sizes T and N + 1.
     tokens = symbol_name(value_of(skeleton.field("input_ids")).shape[1])
     bounds = symbol_name(value_of(skeleton.field("cu_seqlens")).shape[0])
     assert tokens is not None
     assert bounds is not None
-    # placeholder -> name in the model; `TracedModel` contains the model and the loss as attributes.
+    # placeholder -> name in the model; `TracedModel` has the attributes model and loss.
     parameters = {k: v.removeprefix("model.") for k, v in signature.inputs_to_parameters.items()}
     buffers = {k: name_in_program("_loss", v).removeprefix("model.") for k, v in signature.inputs_to_buffers.items()}
     inputs = skeleton.inputs | {**INPUTS, **ADDED, "hidden": "hidden"}
 
     def piece(results: Sequence[fx.Node], renamed: Mapping[fx.Node, str], where: str) -> Template:
         part = extract(skeleton.graph, results, renamed)
-        # In the head, a loss may use the number of tokens
+        # A loss may use the number of tokens
         if not renamed:
             given = (n for n in placeholders_of(part) if inputs.get(n.name) == "position_ids")
             use_position_ids(part.graph, tokens, next(given, None))
@@ -322,8 +317,8 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
     if INPUTS.keys() & set(aux.inputs):
         remedy = "set that dropout probability to 0, or apply dropout inside the blocks"
         raise Unsupported("dropout is applied to a value that blocks share", where=model, remedy=remedy)
-    # The head receives the last block's output as a placeholder, so a node of a block in the head
-    # means that the head also reads an earlier block.
+    # The head receives the last block's output as a placeholder; a block's node in the head means
+    # that it also reads an earlier block.
     placed = [n.target for part in (aux, head) for n in part.graph.graph.nodes]
     if aux.parameters or torch.ops.hydragraph.block.default in placed:
         what = "blocks share a value that depends on parameters or blocks, so stages cannot compute it from the batch"
@@ -340,8 +335,8 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
 def _capture_layers(
     calls: Sequence[BlockCall], keys: Mapping[int, str], hints: dict[str, int], model: str
 ) -> dict[str, Template]:
-    # template_of["built", digest of the module and its arguments], and template_of["does", digest
-    # of the operators that it runs]: the block's graph.
+    # template_of["built", digest of the module and its arguments], template_of["does", digest of
+    # the operators that it runs]: the block's graph.
     template_of: dict[tuple[str, str], Template] = {}
     templates: dict[str, Template] = {}
     seen: Counter[tuple[str, str]] = Counter()
@@ -357,11 +352,11 @@ def _capture_layers(
             if kind is not None:
                 refuse_state(call, hints)
             template = capture_template(call, hints)
-            # Blocks whose operators are unknown, or differ in detail, may still have equal graphs.
+            # Blocks with unknown or different operators may have equal graphs.
             template_of[does] = next((t for t in templates.values() if t.content == template.content), template)
         templates[call.name] = template_of[does]
         seen[built] += 1
-        # `keys` omit the index of a layer, on which the operators may depend. The second block of a
+        # `keys` omit a layer's index, on which operators may depend. The second block of a
         # structure shows whether they do; if not, later blocks are neither run nor traced.
         if seen[built] == 2 and is_without_index(call, hints):
             template_of[built] = template_of[does]
@@ -372,17 +367,17 @@ def _refuse_leaks(pieces: _Pieces, own_loss: bool) -> None:
     tokens = next(iter(pieces.sizes))
     around = pieces.around
     for where, template in pieces.unique.items():
-        # symbol: the token count in this graph; torch.export names it anew for each block.
+        # symbol: this graph's token count; torch.export names it anew for each block.
         symbol: str | None = tokens
         if where in around:
             batch_fields: dict[str, str | None] = {name: name for name in template.inputs}
         else:
-            # placeholder -> batch field, or None if `aux` computes another value from the fields.
+            # placeholder -> batch field, or None if `aux` computes another value.
             batch_fields = {identifier(name): field_of(node) for name, node in pieces.fed(where).items()}
             hidden = next((n for n in placeholders_of(template.graph) if n.name == "hidden"), None)
             symbol = symbol_name(value_of(hidden).shape[1]) if hidden else None
         refuse_other_bounds(template, where, batch_fields)
-        # A custom loss may combine the tokens of a sequence, so it has its own proof (`terms`).
+        # A custom loss may combine a sequence's tokens, so it has its own proof (`terms`).
         if template is pieces.head and own_loss:
             refuse_mixing(template.graph, None, where)
             refuse_mean(template, where)
@@ -394,14 +389,14 @@ def _refuse_leaks(pieces: _Pieces, own_loss: bool) -> None:
 
 
 def _assemble(model: nn.Module, dtype: torch.dtype, path: str, pieces: _Pieces) -> Program:
-    # first: id of a parameter -> its first name. canonical: any name of a tied parameter -> its
-    # first.
+    # first: id of a parameter -> its first name.
+    # canonical: any name of a tied parameter -> its first name.
     first = {id(p): n for n, p in model.named_parameters()}
     canonical = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     raw = {"embed": pieces.embed, **pieces.layers, "head": pieces.head}
     blocks = []
     for name, template in raw.items():
-        # Names in a layer's graph are relative to the layer; around layers, to the model.
+        # In a layer's graph, names are relative to the layer; elsewhere, to the model.
         prefix = f"{path}.{name.removeprefix('layer.')}." if name.startswith("layer.") else ""
         names = tuple(canonical[prefix + parameter] for parameter in template.parameters)
         buffers = tuple(prefix + buffer for buffer in template.buffers)

@@ -1,16 +1,16 @@
-"""Conversion of graphs that process only the rows selected by a mask into graphs that process all rows.
+"""Rewriting of graphs, to process all rows instead of those selected by a mask.
 
 A model may select an expert's tokens with a mask:
 
     rows = torch.where(choice == e)[0]           # or x[mask], nonzero(), one_hot(...)
     y = y.index_add(0, rows, expert(x[rows]))
 
-In a captured graph, the number of rows cannot depend on tensor values, so `with_all_rows` rewrites this as:
+A captured graph's sizes cannot depend on tensor values, so `with_all_rows` rewrites this as:
 
     y = y + torch.where(choice == e, expert(x), 0)
 
-Both forms give equal results if each row depends on only one token, which `token_axes` proves, and if unselected rows
-have finite gradients.
+Both give equal results if each row depends on only one token, which `token_axes` proves, and if unselected rows have
+finite gradients.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class _Unchanged(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class _Selection:
-    """Mask over tokens, or over tokens and their chosen experts.
+    """Mask over tokens, or over tokens and their experts.
 
     Attributes:
-        mask: the mask, permuted so that the token dimension comes first.
-        dims: for each dimension of `mask`, the index of this dimension in the original mask.
+        mask: the mask, with the token dimension first.
+        dims: for each dimension of `mask`, its index in the original mask.
     """
 
     mask: fx.Node
@@ -61,7 +61,7 @@ class _Selection:
 
 
 def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
-    """Return a graph without row selections, or the given graph if a selection is unsupported."""
+    """Return a graph without row selections, or the given graph if one is unsupported."""
     if not any(_selects(node) for node in graph.graph.nodes):
         return graph
     nodes = fx.Graph()
@@ -154,7 +154,7 @@ class _Rewriting:
         tokens = symbolic_dims(mask)
         if len(tokens) != 1:
             raise _Unchanged("the mask does not have exactly one token dimension")
-        # A mask [E, T] has the order (1, 0), i.e. it is permuted to [T, E].
+        # A mask [E, T] has the order (1, 0): it is permuted to [T, E].
         order = (*tokens, *(d for d in range(len(sizes)) if d not in tokens))
         chosen = mask if value_of(mask).dtype is torch.bool else self._call(place, aten.ne.Scalar, mask, 0)
         if order != tuple(range(len(sizes))):
@@ -176,14 +176,14 @@ class _Rewriting:
 
     def _chosen(self, indices: Sequence[fx.Node | None], place: fx.Node) -> tuple[_Selection, dict[int, int]]:
         mask = _mask_of(indices)
-        # Result: the selection, and dimension of its mask -> dimension of the indexed value.
+        # Result: selection, and dimension of its mask -> dimension of the indexed value.
         if mask is not None:
             return self._selection(mask, place), {d: d for d in range(len(shape(mask)))}
         indexed_dims = [(at, index) for at, index in enumerate(indices) if index is not None]
         if any(index not in self._indices for _, index in indexed_dims):
             raise _Unchanged("positions that a mask selects are combined with another index")
-        # x[rows, :, experts] would move the indexed dimensions to the front, because they are not
-        # adjacent; only indices of adjacent dimensions are rewritten.
+        # x[rows, :, experts] would move the indexed dimensions to the front, so only indices of
+        # adjacent dimensions are rewritten.
         selections = {id(self._indices[index][0]): self._indices[index][0] for _, index in indexed_dims}
         dims = {self._indices[index][1]: at for at, index in indexed_dims}
         places = sorted(dims.values())
@@ -196,7 +196,7 @@ class _Rewriting:
         self._check_sizes(x, selection, dims)
         position = min(dims.values())
         rest = [d for d in range(len(shape(x))) if d not in dims.values()]
-        # x [T, H], indexed by the tokens of a mask [T, E]: first [T, E, H], then [T * E, H].
+        # x [T, H], indexed by a mask [T, E]: first [T, E, H], then [T * E, H].
         front = [dims[d] for d in selection.dims if d in dims]
         result = self._permuted(place, x, [*front, *rest])
         for at, d in enumerate(selection.dims):
@@ -208,7 +208,7 @@ class _Rewriting:
         if len(selection.dims) > 1:
             kept = [self._size(place, shape(x)[d]) for d in rest]
             result = self._call(place, aten.reshape.default, result, [-1, *kept])
-        # PyTorch puts the selected rows at the first indexed dimension.
+        # PyTorch puts selected rows at the first indexed dimension.
         order = [*range(1, position + 1), 0, *range(position + 1, len(rest) + 1)]
         result = self._permuted(place, result, order)
         # Do not mark `x` itself as selected rows
@@ -221,7 +221,7 @@ class _Rewriting:
     ) -> None:
         selection, dims = chosen
         self._check_sizes(into, selection, dims)
-        # If the mask has more dimensions than are indexed, it may select one row several times.
+        # A mask with more dimensions than are indexed may select a row several times.
         several = {d for d, size in zip(selection.dims, selection.sizes, strict=True) if not _equal(size, 1)}
         if several - dims.keys() and not adds:
             raise _Unchanged("one row may be written several times")
@@ -246,8 +246,7 @@ class _Rewriting:
                 rows = self._call(node, aten.reshape.default, rows, sizes)
         if adds:
             rows = self._call(node, aten.where.ScalarOther, mask, rows, 0)
-            # Add up what one token gets from several experts, i.e. along dimensions that are not
-            # indexed.
+            # Add up one token's values from several experts, along dimensions that are not indexed.
             absent = [at for at, d in enumerate(selection.dims) if d not in dims]
             if absent:
                 rows = self._call(node, aten.sum.dim_IntList, rows, absent)
@@ -272,7 +271,7 @@ class _Rewriting:
         if len(selections) > 1:
             raise _Unchanged("an operator combines rows that different masks select")
         self._rows[node] = selection = next(iter(selections.values()))
-        # A size u0, the number of selected rows, becomes the mask's size, such as T * E.
+        # The number of selected rows, u0, becomes the mask's size, such as T * E.
         before = value_of(node)
         node.meta = {**node.meta, "val": self._value(node, before)}
         for one, now in zip(_sizes(before), _sizes(value_of(node)), strict=True):

@@ -1,6 +1,6 @@
 """Detection of changes to a model's Python state that its compiled graphs would ignore.
 
-Changes of a large tensor through `.data` are detected only in a sample of its bytes.
+Changes through `.data` are detected only in a sample of a large tensor's bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _REMEDY = (
 _PLAIN: tuple[type, ...] = (*PLAIN, range, slice, enum.Enum)
 _NUMBERS = (numbers.Number, np.generic, bytearray, array.array)
 _MISSING = object()
-# Maximum bytes of a tensor that is compared completely; bytes of the sample from a larger tensor.
+# Maximum bytes of a completely compared tensor; bytes of a larger tensor's sample.
 _WHOLE, _SAMPLED = 1 << 14, 1 << 9
 # Attributes that do not affect graphs.
 _NOTES = frozenset({"_is_hf_initialized", "gradient_checkpointing", "generation_config", "warnings_issued"}) | {
@@ -68,11 +68,10 @@ _NOTES = frozenset({"_is_hf_initialized", "gradient_checkpointing", "generation_
 
 @dataclass(slots=True)
 class _Names:
-    """Attributes or variables of one owner, such as a module or function, at compilation.
+    """Attributes or variables of an owner, such as a module or function, at compilation.
 
     Attributes:
         owner: returns the owner, or None if it no longer exists.
-        read: returns the owner's values.
         plain: values that are compared directly.
         others: values of other types, converted by `_frozen`.
         known: all names, or None to ignore added names.
@@ -94,7 +93,7 @@ class _Names:
         names = self.read(owner)
         for name, before in self.plain.items():
             value = names.get(name, _MISSING)
-            # Identity accepts NaN, which is not equal to itself; types separate 1, 1.0 and True.
+            # Identity accepts NaN; types separate 1, 1.0 and True.
             if value is not before and not (type(value) is type(before) and value == before):
                 raise _changed(self.where, name, f"from {_shown(before)} to {_shown(value)}")
         for name, before in self.others.items():
@@ -108,8 +107,6 @@ class _Names:
 
 
 class _Tensor:
-    """A parameter or buffer, and its state at compilation."""
-
     def __init__(self, prefix: str, local: str, tensor: Tensor) -> None:
         self.name = f"{prefix}.{local}".removeprefix(".")
         self.local = local
@@ -180,11 +177,10 @@ class _Module:
             tensor: Tensor | None = parameters.get(part.local, buffers.get(part.local))
             if tensor is None:
                 raise _refused(part.name, "the tensor was removed after hg.compile")
-            # The usual case: the same object with the same version, address and bytes.
+            # Usually: the same object, version, address and bytes.
             if tensor is part.tensor() and _state(tensor) == part.state:
                 continue
-            # A model's weights may be freed, or replaced by trained values that hydragraph
-            # returned.
+            # Weights may be freed, or replaced by trained values that hydragraph returned.
             freed = tensor.is_meta or not tensor.numel()
             if not (part.meta or freed or is_trained(part, tensor)):
                 what = (
@@ -199,8 +195,7 @@ class CompiledState:
     """Python state that a step's results depend on, recorded at compilation.
 
     Args:
-        loss: the user's own loss, or None.
-        buffers: the buffers that steps compute with, by name.
+        buffers: buffers that steps compute with, by name.
     """
 
     def __init__(self, model: nn.Module, loss: Any, buffers: Mapping[str, Tensor]) -> None:
@@ -243,7 +238,6 @@ class CompiledState:
             names.check()
 
     def changed_weights(self) -> str:
-        """Describe the first changed parameter, buffer or module, or return ""."""
         try:
             for module in self._modules:
                 module.check_parts(self._is_trained)
@@ -260,7 +254,7 @@ class CompiledState:
         }
 
     def hand_out(self, digests: Mapping[str, int]) -> None:
-        """Record digests of trained values, which the user may load into the model between steps."""
+        """Record digests of trained values, which the user may load into the model."""
         self._handed_out.update(digests)
 
     def _is_trained(self, part: _Tensor, tensor: Tensor) -> bool:
@@ -273,8 +267,8 @@ class CompiledState:
         if id(owner) in self._seen:
             return
         self._seen.add(id(owner))
-        # A library's code may read any attribute, so all are recorded except notes. The user's code
-        # is known (`readers`), so only attributes that it may read are recorded.
+        # A library's code may read any attribute, so all are recorded except notes; the user's code
+        # is known (`readers`), so only what it may read.
         whole = isinstance(owner, nn.Module) or not is_installed(type(owner)) or type(owner).__name__.endswith("Config")
         library = base_library_of(type(owner)) if whole else None
         values = {}
@@ -293,8 +287,8 @@ class CompiledState:
         readers: UserFunctions,
         known: frozenset[str] | None = None,
     ) -> None:
-        """Record `values`, a part of `read(owner)`, and the objects that these values refer to."""
-        # Functions and partials support weak references, although they have no `__weakref__`.
+        """Record `values`, a part of `read(owner)`, and the objects that they refer to."""
+        # Functions and partials support weak references without `__weakref__`.
         weak = hasattr(owner, "__weakref__") or isinstance(owner, (types.FunctionType, functools.partial))
         reference: Callable[[], Any] = weakref.ref(owner) if weak else lambda: owner
         plain = {n: v for n, v in values.items() if isinstance(v, _PLAIN)}
@@ -330,8 +324,7 @@ class CompiledState:
     def _add_code(self, readers: UserFunctions) -> None:
         for kind in readers.classes:
             read = {n for k in kind.__mro__ if k in readers.classes for n in vars(k) if readers.reads(n)}
-            # `_MISSING` notes that a class does not define a name itself, so defining it is a
-            # change.
+            # `_MISSING`: the class does not define the name itself, so defining it is a change.
             values = {n: vars(kind).get(n, _MISSING) for n in read if not n.startswith("__")}
             self._add(f"class {kind.__name__}", kind, attributes_of, values, readers)
         for module, names in readers.modules.items():
@@ -364,7 +357,7 @@ def _drops(module: nn.Module, own: bool) -> bool:
 def _state(tensor: Tensor) -> tuple[int, int, int]:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return version_of(tensor), 0, 0
-    # A write through `.data` does not change the version, so CPU tensors also get a checksum.
+    # Writes through `.data` do not change the version: CPU tensors also get a checksum.
     lazy = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
     if tensor.device.type != "cpu" or lazy or not tensor.is_contiguous():
         return version_of(tensor), tensor.data_ptr(), 0
@@ -389,7 +382,7 @@ def _frozen(value: Any, inside: frozenset[int] = frozenset()) -> Any:
         return id(value), zlib.crc32(value.tobytes())
     if isinstance(value, _NUMBERS):
         return kind, repr(value)
-    # Objects count by identity, as do containers that contain themselves.
+    # Objects count by identity, as do recursive containers.
     if not isinstance(value, (Mapping, *SEQUENCES)) or id(value) in inside:
         return id(value)
     parts = list(value)

@@ -1,4 +1,4 @@
-"""Replacement of `torch.arange(T)` by `position_ids`, unless the result selects rows."""
+"""Replacement of `torch.arange(T)` by `position_ids`, unless it selects rows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
 
-# Operators that select rows of one operand by another operand.
+# Operators that select one operand's rows by another.
 _CHOOSING = aten_operators("index.Tensor index_put index_select gather scatter.src index_add scatter_add")
 
 
 def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None) -> None:
-    """Replace each `arange` over the tokens of a packed row with the position ids.
+    """Replace each `arange` over a row's tokens with position ids.
 
     Args:
         given: node with the positions, [1, T] int64; None adds a graph input.
@@ -39,7 +39,7 @@ def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None)
 
 
 def _chooses_rows(node: fx.Node, tokens: str) -> bool:
-    # x[arange(T), experts] needs row numbers, not positions within sequences.
+    # x[arange(T), experts] needs row numbers, not positions in sequences.
     choosing = [user for user in node.users if user.target in _CHOOSING]
     chooses = any(token_dims(operands(user)[0], tokens) for user in choosing)
     return chooses or any(_chooses_rows(user, tokens) for user in node.users if user.target in SAME)

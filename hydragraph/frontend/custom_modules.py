@@ -14,7 +14,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def caller(model: nn.Module, fields: Collection[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
-    """Return a function that passes a module the batch fields that forward names, or a dict of all fields."""
+    """Return a function that passes a module the batch fields that its forward names, or a dict of all fields."""
     parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in _NAMED]
     names = [p.name for p in parameters if p.name in fields]
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in fields]

@@ -1,9 +1,8 @@
-"""Dropout in traced graphs, with random numbers computed from a key per token instead of a generator.
+"""Dropout in traced graphs, with random numbers computed from a key per token.
 
-`number_calls` numbers the calls of dropout, and of attention with dropout, before nodes are reordered or removed.
-`add_keys` adds two inputs for the calls:
+`number_calls` numbers the calls of dropout before nodes are reordered or removed. `add_keys` adds their inputs:
 
-    dropout_keys    [1, T, 2] int64, a field of the packed batch: see `hydragraph.kernels.philox`
+    dropout_keys    [1, T, 2] int64, a field of the packed batch (`hydragraph.kernels.philox`)
     dropout_block   0-d int64, the number of the block
 """
 
@@ -26,7 +25,7 @@ from hydragraph.passes.graph_node import ATTENDING, DRAWN, attention_dropout, dr
 
 aten = torch.ops.aten
 
-# Position of the argument of `attention_dropout` that contains the call number
+# Position of `attention_dropout`'s call number
 _CALL = 11
 INPUTS = {name: name for name in (DROPOUT_KEYS, DROPOUT_BLOCK)}
 

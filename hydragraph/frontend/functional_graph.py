@@ -1,4 +1,4 @@
-"""Conversion of an exported program to a plain functional graph."""
+"""Conversion of an exported program to a functional graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hydragraph.private.tracing import decided, meta_as_cpu, quiet, writes
 aten = torch.ops.aten
 
 _TWO_DEVICES = ("device", "meta", "cpu")  # words that occur in PyTorch's message about tensors on different devices
-# For each part of a PyTorch message: the cause in the model's code, and a remedy.
+# Part of a PyTorch message -> the cause in the model's code, and a remedy.
 _KNOWN: Mapping[str, tuple[str, str]] = {
     "leaf Variable that requires grad": (
         "forward writes in place into its arguments, or into a parameter",
@@ -66,7 +66,7 @@ _LONGEST = 80
 
 
 def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ...], where: str) -> ExportedProgram:
-    """Trace a module with symbolic sizes; convert every exception to Unsupported."""
+    """Trace a module with symbolic sizes; convert exceptions to Unsupported."""
     try:
         with watched(where, module), meta_as_cpu(), decided(), quiet():
             return torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
@@ -121,20 +121,20 @@ def _reason(error: Exception) -> str:
 def functional_graph(
     exported: ExportedProgram, where: str, block: bool = False
 ) -> tuple[fx.GraphModule, ExportGraphSignature]:
-    """Return an exported program's graph in functional form, and its signature.
+    """Return an exported program's functional graph, and its signature.
 
     Args:
-        block: whether the graph belongs to a block, in which `chosen_rows` rewrites row selections.
+        block: whether the graph is a block, in which `chosen_rows` rewrites row selections.
 
     Raises:
-        Unsupported: the graph writes in place in an unsupported way, or draws random numbers outside dropout.
+        Unsupported: an in-place write is unsupported, or an operator other than dropout draws random numbers.
     """
     _refuse_changes(exported, where)
-    # Number the calls of dropout before any step reorders or removes nodes.
+    # Number dropout calls before nodes are reordered or removed.
     number_calls(exported.graph_module, where)
     graphs = (module for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule))
     if any(writes(node) for graph in graphs for node in graph.graph.nodes):
-        # `run_decompositions` ignores the bodies of torch.no_grad() regions.
+        # `run_decompositions` ignores torch.no_grad() regions.
         _refuse_unseen_writes(exported.graph_module, where)
         inline_regions(exported.graph_module)
         exported.graph_module.recompile()
@@ -143,7 +143,7 @@ def functional_graph(
     _refuse_operators(graph, where)
     if block:
         graph = with_all_rows(graph, where)
-    # Replace operators by forms that the graph passes know.
+    # Use forms that the graph passes know.
     _write_concatenations(graph.graph)
     _write_linears(graph.graph)
     _write_elementwise_norms(graph.graph)
@@ -189,7 +189,7 @@ def changes(name: str, where: str) -> Unsupported:
 
 
 def _changed(graph: fx.GraphModule, targets: dict[fx.Node, str]) -> str | None:
-    # `targets` grows: a view of a target shares its memory, so writing into the view changes both.
+    # `targets` grows: writing into a view also changes its target.
     targets = dict(targets)
     for node in graph.graph.nodes:
         if GRAD_MODE in str(node.target) or AUTOCAST in str(node.target):
@@ -223,7 +223,7 @@ def _refuse_operators(graph: fx.GraphModule, where: str) -> None:
 
 
 def _write_concatenations(graph: fx.Graph) -> None:
-    """Replace tensors that are filled slice by slice with concatenations, which tensor parallelism can shard."""
+    """Replace tensors filled slice by slice with concatenations, which can be sharded."""
     for node in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
         parts = None if any(u.target is node.target for u in node.users) else _parts_written(node)
         if parts is not None:
@@ -231,7 +231,7 @@ def _write_concatenations(graph: fx.Graph) -> None:
 
 
 def _parts_written(last: fx.Node) -> list[fx.Node] | None:
-    # written: (first, end, part) of each slice_scatter, from the last write back to the first.
+    # written: (first, end, part) of each slice_scatter, last write first.
     written: list[tuple[int, int, fx.Node]] = []
     node = last
     dim = (*operands(last), 0)[2]
@@ -243,7 +243,7 @@ def _parts_written(last: fx.Node) -> list[fx.Node] | None:
         written.append((first, min(end, whole), part))
         node = before
     written.sort(key=lambda each: each[0])
-    # The parts must cover the dimension without gaps: [0, 2) and [2, 5) of 5 give ends = [0, 2, 5].
+    # The parts must cover the dimension: [0, 2) and [2, 5) of 5 give ends = [0, 2, 5].
     ends = [0, *(end for _, end, _ in written)]
     whole = value_of(last).shape[dim]
     full = [first for first, _, _ in written] == ends[:-1] and ends[-1] == whole
@@ -270,7 +270,7 @@ def _turns(node: fx.Node) -> bool:
 def _write_elementwise_norms(graph: fx.Graph) -> None:
     norms = graph.find_nodes(op="call_function", target=aten.batch_norm.default)
     for node in [n for n in norms if not n.args[5] and n.args[3]]:
-        # The arguments 5 and 6 are `training` and `momentum`. [C] broadcasts as [C, 1, ...].
+        # Arguments 5 and 6 are `training` and `momentum`. [C] broadcasts as [C, 1, ...].
         x, weight, bias, mean, variance, _, _, eps, *_ = node.args
         sizes = [-1, *[1] * (len(value_of(x).shape) - 2)]
         with torch.no_grad():
@@ -287,7 +287,6 @@ def _write_elementwise_norms(graph: fx.Graph) -> None:
 
 
 def insert(place: fx.Node, operator: Any, *arguments: Any) -> fx.Node:
-    """Insert a call of an operator before a node."""
     with place.graph.inserting_before(place):
         node = place.graph.call_function(operator, arguments)
     node.meta = {**place.meta, "val": operator(*fx.map_arg(arguments, value_of))}

@@ -1,4 +1,4 @@
-"""Hugging Face models: attention within packed sequences, and rejection of unsupported features."""
+"""Hugging Face models: packed attention, and rejection of unsupported features."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hydragraph.passes.graph_node import ALONG_SEQUENCES, ATTENDING, operands
 
 ATTENTION = "hydragraph"
 
-# Arguments of attention whose information is also in cu_seqlens.
+# Arguments of attention that cu_seqlens replaces.
 _IGNORED = frozenset({"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"})
-# Settings of a config that add terms to the model's own loss.
+# Settings that add terms to the model's own loss.
 _ADDITIONAL_LOSSES = {"output_router_logits": "the auxiliary router loss", "z_loss_coefficient": "the z-loss"}
-# Suffixes of model classes whose labels are not shifted
+# Suffixes of model classes with unshifted labels
 _ALIGNED = ("ForMaskedLM", "ForTokenClassification")
 
 
@@ -44,14 +44,14 @@ def attention(
     max_length_q: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention within packed sequences for transformers, from [B, H, T, D] to [B, T, H, D].
+    """Compute packed attention for transformers, from [B, H, T, D] to [B, T, H, D].
 
     Raises:
-        Unsupported: packed attention does not support the mask, a tensor passed as an option, or dropout together
-            with a window, chunks, capped scores or sinks.
+        Unsupported: packed attention cannot apply the mask, a tensor option, or dropout with a window, chunks, capped
+            scores or sinks.
     """
     where = type(module).__name__
-    # Some layers do not pass keyword arguments on; the arguments of their block have the bounds.
+    # Some layers do not pass keyword arguments on, but their block has the bounds.
     if cu_seq_lens_q is None:
         cu_seq_lens_q, max_length_q = sequence_bounds(where)
     causal = mask_patterns.is_causal(module) if is_causal is None else is_causal
@@ -65,12 +65,12 @@ def attention(
             raise Unsupported(what, where=where, remedy=f"switch {name} off in the config, or choose another model")
     if attention_mask is not None and not attention_mask.supported(bool(causal)):
         attention_mask.refuse(_layer(module))
-    # Pad with zeros if heads of values and queries differ in size (DeepSeek).
+    # Pad heads of values or queries with zeros if sizes differ (DeepSeek).
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     widest = max(query.shape[-1], value.shape[-1])
     size = value.shape[-1]
     q, k, v = (_packed(x, widest) for x in (query, key, value))
-    # The option `sliding_window` only repeats the window that the mask determines
+    # `sliding_window` only repeats the mask's window
     if attention_mask is not None:
         limits |= {"window": attention_mask.window, "chunk": attention_mask.chunk}
     if dropout:
@@ -104,7 +104,7 @@ def _refuse_own_attention(model: nn.Module) -> None:
     attentions = AttentionInterface()
     configs = (getattr(module, "config", None) for module in model.modules())
     for chosen in dict.fromkeys(getattr(config, "_attn_implementation", None) for config in configs):
-        # Kernels from the Hub ("owner/name") compute standard attention.
+        # Hub kernels ("owner/name") compute standard attention.
         if not isinstance(chosen, str) or "/" in chosen or chosen not in attentions:
             continue
         module = getattr(attentions[chosen], "__module__", "")
@@ -145,7 +145,7 @@ def is_library_class(model: nn.Module) -> bool:
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Make the layers of a meta copy call `attention`, and keep their rotary frequencies constant."""
+    """Make a meta copy's layers call `attention` and use constant rotary frequencies."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -157,13 +157,13 @@ def use_packed_attention(model: nn.Module) -> None:
         config: Any = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = name
-        # transformers lets only classes of its own files use grouped products; the loop over experts is untraceable.
+        # transformers lets only its own classes use grouped products; the loop over experts is untraceable.
         if getattr(config, "_experts_implementation", None) == "eager" and hasattr(module, "is_transposed"):
             config._experts_implementation = "grouped_mm"
 
 
 class _OrPyTorchs(str):
-    """Name of hydragraph's attention that also compares equal to "sdpa", for layers that call PyTorch's attention."""
+    """Name of hydragraph's attention that also equals "sdpa", for layers that call PyTorch's attention."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -199,14 +199,14 @@ def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
 
 
 def unplaced_id(model: nn.Module) -> int | None:
-    """Return the padding id after which a RoBERTa-like model's positions start, or None for other models."""
+    """Return the padding id after which a RoBERTa-like model's positions start; None for other models."""
     counting = (m for m in model.modules() if hasattr(type(m), "create_position_ids_from_input_ids"))
     ids: Iterator[Any] = (getattr(m, "padding_idx", None) for m in counting)
     return max((int(i) for i in ids if i is not None), default=None)
 
 
 def positions(model: nn.Module) -> tuple[int, str] | None:
-    """Return the maximum number of positions per sequence and the config setting that limits it, or None."""
+    """Return the maximum number of positions per sequence and its config setting, or None."""
     config = base_model(model).config
     said = [(getattr(config, name, None), name) for name in ("max_position_embeddings", "n_positions")]
     named = next(((most, name) for most, name in said if type(most) is int and most > 0), None)
@@ -222,12 +222,11 @@ def _refuse_pooled(outputs: Any, batch: dict[str, Tensor], where: str) -> None:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Return whether a model predicts the next token, which requires shifted labels."""
+    """Return whether a model predicts the next token, so that labels are shifted."""
     return not type(base_model(model)).__name__.endswith(_ALIGNED)
 
 
 def refuse_own_mixing(model: nn.Module, layers: Mapping[str, Template]) -> None:
-    """Raise Unsupported if a layer contradicts the model's masks or bypasses transformers' attention interface."""
     causal = {way for module in model.modules() for way in mask_patterns.directions(module)} == {"causal"}
     where = type(model).__name__
     for name, template in layers.items():

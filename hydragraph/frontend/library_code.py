@@ -1,4 +1,4 @@
-"""Detection of code, such as patches, that a library model's forward runs from outside its libraries."""
+"""Detection of code, such as patches, from outside a model's libraries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LibraryCode:
     """Code and values that a model's forward may reach through names.
 
     Attributes:
-        patches: (location, object) for each object defined outside the libraries.
+        patches: (location, object) of objects defined outside the libraries.
         values: (location, repr) of constants.
     """
 
@@ -34,8 +34,7 @@ class LibraryCode:
         self._pending: list[tuple[str, Any]] = []
         packages = [sys.modules[name].__file__ for name in _LIBRARIES if name in sys.modules]
         self._folders = tuple(f"{Path(file).parent}/" for file in packages if file is not None)
-        # Follow every name that a forward can reach, starting with the classes of the model's
-        # modules.
+        # Follow every name that a forward can reach, from the classes of the model's modules.
         kinds = (k for module in model.modules() for k in type(module).__mro__[:-1] if k is not nn.Module)
         self._kinds = list(dict.fromkeys(kinds))
         for kind in self._kinds:
@@ -82,7 +81,7 @@ class LibraryCode:
                 self._pending += [(f"{_name(kind)}.{n}", vars(kind)[n]) for n in names & vars(kind).keys()]
 
     def _is_of_library(self, module: str | None, file: str | None) -> bool:
-        # Code written in C, or generated code, such as that of a dataclass
+        # C or generated code, such as a dataclass's
         if file is None or file.startswith("<"):
             return (module or "").partition(".")[0] in {*_LIBRARIES, *sys.stdlib_module_names, "builtins"}
         stdlib = file.startswith(_STDLIB) and "site-packages" not in file

@@ -13,7 +13,7 @@ from hydragraph.frontend.check.wide_dtype import widened
 from hydragraph.frontend.packed_inputs import Loss
 from hydragraph.ir.program import Program
 
-# Prefix of the names of a loss's buffers in a program
+# Prefix of a loss's buffers in a program
 _PREFIX = "_hydragraph_loss."
 
 
@@ -49,7 +49,7 @@ def check_loss_of(program: Program, loss: Loss | None) -> None:
 
 
 def name_in_program(attribute: str, name: str) -> str:
-    """Return a buffer's name in a program; names under `attribute`, which holds the loss, get a prefix."""
+    """Return a buffer's name in a program; buffers of the loss, which `attribute` holds, get a prefix."""
     return _PREFIX + name.removeprefix(f"{attribute}.") if name.startswith(f"{attribute}.") else name
 
 

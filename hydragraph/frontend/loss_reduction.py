@@ -1,10 +1,9 @@
 """Rejection of losses that are not a sum over tokens.
 
 loss = nll.mean()                      a mean over tokens
-loss = cross_entropy(x, y)             a mean, PyTorch's default reduction
 loss = nll.sum() / (y != -100).sum()   divided by a number that depends on the batch
 loss = nll.sum() / temperature         a sum, so accepted
-loss = (nll * x.softmax(1)).sum()      a softmax over all tokens that were packed together
+loss = (nll * x.softmax(1)).sum()      a softmax over all packed tokens
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def refuse_unsummed(template: Template, where: str) -> None:
 def refuse_mean(template: Template, where: str) -> None:
     nodes = list(template.graph.graph.nodes)
     placeholders = placeholders_of(template.graph)
-    # varies: values that depend on the batch, not only on parameters and buffers.
+    # varies: values that depend on the batch.
     varies = set(placeholders[len(placeholders) - len(template.inputs) :])
     for node in nodes:
         if any(n in varies for n in node.all_input_nodes):
@@ -51,7 +50,7 @@ def refuse_mean(template: Template, where: str) -> None:
         if node.target in SCALED and sizes:
             _refuse(f"it is scaled by {sizes[0].name}, a number of tokens or sequences ({node.target})", where)
     results = results_of(template.graph)
-    # numbers: from the loss back to the operators that reduce rows to one number.
+    # numbers: operators that reduce rows to one number, from the loss back.
     numbers = ancestors_of(results, lambda n: n.op == "call_function" and (n in results or _is_one_number(n)))
     for node in reversed([n for n in nodes if n in numbers]):
         if node.target in _MEANS or argument_of(node, "reduction") == _MEAN:

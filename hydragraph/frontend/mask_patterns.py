@@ -1,4 +1,4 @@
-"""Classification of the attention masks of Hugging Face models."""
+"""Classification of Hugging Face models' attention masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.private.tracing import constant_of
 
 _PLAIN = frozenset({"causal_mask_function", "bidirectional_mask_function"})
-# Masks that only separate sequences are omitted, because packed attention separates them.
+# Masks that only separate sequences are omitted: packed attention does this.
 _PACKED = frozenset({"packed_sequence_mask_function"})
 _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
 _WINDOWS = {"sliding_window_overlay": 0, "sliding_window_bidirectional_overlay": 1}
@@ -63,7 +63,7 @@ def mask(
     """Classify a mask for transformers' mask interface; return None for plain attention.
 
     Args:
-        mask_function: function of (batch, head, query, key) that returns whether the query attends to the key.
+        mask_function: returns whether a query attends to a key, for (batch, head, query, key).
         attention_mask: [B, T], true except for padding.
     """
     if attention_mask is not None and not constant_of(attention_mask):
@@ -95,7 +95,6 @@ def is_causal(module: nn.Module) -> bool:
 
 
 def directions(module: nn.Module) -> set[str]:
-    """Return the directions, "causal" or "both", of the masks that a model made during tracing."""
     return set(getattr(getattr(module, "config", None), _DIRECTIONS, ()))
 
 
@@ -112,7 +111,7 @@ def _parts(pattern: Pattern) -> Iterator[Pattern]:
     if name in _PACKED:
         return
     if name == "or_masks":
-        # Blockwise masks without blocks (all ids negative) add nothing to the other pattern.
+        # Blockwise masks without blocks (all ids negative) add nothing.
         either = [part for part in inspect.getclosurevars(pattern).nonlocals["mask_functions"] if not _is_empty(part)]
         if len(either) == 1:
             yield from _parts(either[0])
@@ -139,10 +138,10 @@ def _name(pattern: Pattern) -> str:
 def _limit(pattern: Pattern) -> tuple[str, int] | str:
     captured = inspect.getclosurevars(pattern).nonlocals if inspect.isfunction(pattern) else {}
     name = _name(pattern)
-    # A bidirectional window of transformers includes keys at exactly the given distance.
+    # transformers' bidirectional window includes keys at exactly the distance.
     if name in _WINDOWS and isinstance(captured.get("sliding_window"), int):
         return "window", captured["sliding_window"] + _WINDOWS[name]
-    # Chunks start at the first token, because there is no padding.
+    # Without padding, chunks start at the first token.
     if name == "chunked_overlay" and isinstance(captured.get("chunk_size"), int):
         return "chunk", captured["chunk_size"]
     return f"a custom pattern ({name})"

@@ -1,4 +1,4 @@
-"""Block-by-block initialization of a model that is on the meta device, with the model's own initializer."""
+"""Block-by-block initialization of a model on the meta device, with its own initializer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ _UNSET = -(2**31)
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Return whether a model is on the meta device.
-
-    Raises:
-        Unsupported: only some parameters, or those of a peft model, are on the meta device.
-    """
+    """Return whether a model is on the meta device; raise Unsupported if only a part is, or if it has adapters."""
     without = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if without and len(without) < sum(1 for _ in model.parameters()):
         what = f"{len(without)} parameters are on the meta device, such as {without[0]}, but others are not"
@@ -37,19 +33,16 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -> Iterator[dict[str, Tensor]]:
-    """Yield the initial parameters of a model on the meta device, by canonical name, in fp32 on the CPU.
+    """Yield a meta model's initial parameters, by canonical name, in fp32 on the CPU.
 
     The first dict has the parameters outside the repeated blocks; one dict per block follows.
 
-    Args:
-        blocks: path of the blocks, as in `capture`.
-
     Raises:
-        Unsupported: the initialiser does not set a parameter.
+        Unsupported: the initializer does not set a parameter.
     """
     path, modules = block_list(model, blocks)
     canonical = {name for name, _ in model.named_parameters()}
-    # Copy the model with an empty block list, and initialize one block at a time to save memory.
+    # Copy the model without blocks, and initialize one block at a time to save memory.
     around = copy.deepcopy(model, {id(modules): type(modules)()})
     units = [("", around), *((f"{path}.{i}.", block) for i, block in enumerate(entries(modules)))]
     for prefix, unit in units:
@@ -79,11 +72,11 @@ def _initialised(model: nn.Module, unit: nn.Module, name: str, seed: int) -> nn.
     unit.to_empty(device="cpu")
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for tensor in (*unit.parameters(), *unit.buffers()):
-            # No initializer sets NaN or `_UNSET`, so `_check_set` finds tensors that were left out.
+            # Initializers never set NaN or `_UNSET`, so `_check_set` finds omitted tensors.
             tensor.fill_(float("nan") if tensor.is_floating_point() else _UNSET if tensor.dtype != torch.bool else 0)
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(digest))
-        # Initialize inner modules first, as `apply` does: outer modules may override them.
+        # Inner modules first, as in `apply`: outer modules may override them.
         transformer: Any = model
         modules: list[Any] = list(unit.modules())
         for module in reversed(modules):

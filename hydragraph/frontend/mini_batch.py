@@ -1,4 +1,4 @@
-"""Validation of mini-batches, and packing of a rank's micro-batches."""
+"""Validation of mini-batches, and packing of micro-batches."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class MiniBatch:
     """Validated mini-batch.
 
     Attributes:
-        sequences: sequences, in which each label is at the position that predicts it.
-        lengths: token counts; 0 for sequences without targets, unless no sequence has targets.
+        sequences: sequences whose labels are at the positions that predict them.
+        lengths: token counts; 0 for sequences without targets, unless none has targets.
         tokens: number of targets.
     """
 
@@ -50,12 +50,10 @@ class MiniBatch:
         """Validate sequences or padded batches (`hydragraph.spec.padded`).
 
         Raises:
-            ValueError: a sequence is malformed or violates `limits`; or none has a target, and `without_targets` is
-                false.
+            ValueError: a sequence is malformed or violates `limits`, or, unless `without_targets`, none has targets.
         """
         checked = tuple(workload.sequence_of(s, i, causal, fields) for i, s in enumerate(sequences_in(given, fields)))
-        # `holds` is fast for all sequences at once; the loop finds the sequence that an error
-        # names.
+        # `holds` is fast for all sequences at once; the loop finds the sequence to name.
         if not all(limit.holds(checked) for limit in limits):
             for i, sequence in enumerate(checked):
                 for limit in limits:
@@ -80,7 +78,7 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class PlanningTimes:
-    """Planning times of an assignment, in seconds.
+    """Times of an assignment, in seconds.
 
     Attributes:
         exposed_s: planning time that the step waited for.
@@ -95,10 +93,10 @@ class PlanningTimes:
 
 @dataclass(frozen=True, eq=False)
 class AssignedBatch:
-    """Mini-batch whose sequences are assigned to the pipelines of a strategy.
+    """Mini-batch assigned to a strategy's pipelines.
 
     Attributes:
-        batches: packed batches by pipeline and micro-batch; pipelines without this rank have none.
+        batches: packed batches by pipeline and micro-batch; none in pipelines without this rank.
         padding: padding tokens in all pipelines.
     """
 
@@ -120,7 +118,7 @@ def packed(
     unplaced: int | None = None,
     draws: DropoutNumbers | None = None,
 ) -> AssignedBatch:
-    """Pack the micro-batches of a rank; `several`, `unplaced` and `draws` are as in `pack`."""
+    """Pack a rank's micro-batches; other arguments are as in `pack`."""
     mine = {place.pipeline for place in strategy.places(rank)}
     blanks = 0
     batches = []
@@ -140,13 +138,13 @@ def token_multiple(pipeline: Pipeline) -> int:
 
 
 def digest(text: str, batch: MiniBatch | None) -> int:
-    """Return a 62-bit digest of the inputs that ranks must agree on."""
+    """Return a 62-bit digest of inputs that ranks must agree on."""
     hashed = hashlib.blake2b(text.encode(), digest_size=8)
     for sequence in batch.sequences if batch else ():
         hashed.update(sequence.ids.numpy().data)
         hashed.update(sequence.labels.numpy().data)
         for value in sequence.extra.values():
-            # `view` may reject the stride of a one-element tensor.
+            # `view` may reject a one-element tensor's stride.
             flat = value.contiguous().as_strided((value.numel(),), (1,))
             hashed.update(flat.view(torch.uint8).numpy().data)
     return int.from_bytes(hashed.digest()) >> 2

@@ -16,7 +16,7 @@ from hydragraph.private.tracing import hint_of
 
 def refuse_mixed_dtypes(template: Template, where: str, dtype: torch.dtype) -> None:
     tensors = dict(zip(placeholders_of(template.graph), (*template.parameters, *template.buffers), strict=False))
-    # asked: operator and dtypes -> PyTorch's error, or "" if it accepts these dtypes.
+    # asked: operator and dtypes -> PyTorch's error, or "" if accepted.
     asked: dict[object, str] = {}
     for node in template.graph.graph.nodes:
         floating_operands = [n for n in node.all_input_nodes if _is_floating(value_of(n))]
@@ -46,7 +46,7 @@ def _failure(node: fx.Node) -> str:
             args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), _zeros)
             target(*args, **kwargs)
     except NotImplementedError:
-        # This operator is not available on CPUs
+        # Not available on CPUs
         return ""
     except Exception as error:
         return (str(error).splitlines() or [type(error).__name__])[0]

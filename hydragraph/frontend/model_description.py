@@ -16,7 +16,7 @@ from hydragraph.frontend.state_readers import MODULE_ATTRIBUTES, PLAIN, file_of
 
 _KNOWN = ("torch", "transformers")
 _HOOKS = tuple(name for name in MODULE_ATTRIBUTES if name.endswith("_hooks"))
-# Attributes that the description omits: tensors, modules, hooks, and a method for text generation.
+# Omitted attributes: tensors, modules, hooks, and a method for text generation.
 _HELD = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS}
     | {"base_model_prepare_inputs_for_generation"}
@@ -24,7 +24,7 @@ _HELD = frozenset(
 
 
 class Indescribable(Exception):  # noqa: N818
-    """An object that cannot be described as text."""
+    """An object that text cannot describe."""
 
 
 def attributes(name: str, module: nn.Module) -> list[tuple[str, str]]:
@@ -72,7 +72,7 @@ def _value(value: object) -> str:
 
 
 def described_function(function: Callable[..., Any]) -> str:
-    """Describe a library's function by name, and other functions also by source; raise Indescribable for closures."""
+    """Describe a library's function by name, and others also by source; raise Indescribable for closures."""
     if isinstance(function, functools.partial):
         return _value(function)
     if not isinstance(function, FunctionType):
@@ -89,7 +89,6 @@ def described_function(function: Callable[..., Any]) -> str:
 
 
 def source_digest(thing: Any) -> str:
-    """Return the SHA-256 of a class's or function's file, or raise Indescribable."""
     file = file_of(thing)
     if not file:
         raise Indescribable(f"{thing.__module__}.{thing.__qualname__} has no source file")

@@ -31,34 +31,32 @@ _PLAIN: tuple[type, ...] = (*PLAIN, torch.Size, range, slice, EllipsisType)
 _TENSORS = ("_parameters", "_buffers", "_modules")
 LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")
 _BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")  # attributes that do not describe a module
-# Members of a class that do not describe it, or whose description would differ between processes.
+# Class members that do not describe it, or differ between processes.
 _NOT_DESCRIBED = frozenset({"__dict__", "__weakref__", "__doc__", "_abc_impl", "__orig_bases__", "__parameters__"}) | {
     *("__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"),
     *("__dataclass_fields__", "__dataclass_params__"),
 }
 # Py_TPFLAGS_HEAPTYPE, set for classes defined in Python
 _HEAP = 1 << 9
-# Maximum number of values; a larger structure or tensor is treated as unique
+# Maximum number of values; larger structures and tensors count as unique
 _LARGEST = 20_000
 
 
 def structure(value: object, index: bool = True, constants: bool = False) -> str:
-    """Return a digest of a value's structure, such as a module's; equal digests mean equal structures.
-
-    A value that cannot be described gets a unique digest.
+    """Return a digest of a value's structure; a value that cannot be described gets a unique digest.
 
     Args:
-        index: whether the digest includes `LAYER_INDEX` attributes.
-        constants: whether the digest includes the elements of tensors that are not on the meta device.
+        index: whether to include `LAYER_INDEX` attributes.
+        constants: whether to include the elements of tensors that are not on the meta device.
     """
     return hashlib.sha256(_Describer(index, constants=constants).text(value).encode()).hexdigest()
 
 
 def read_by(model: nn.Module, loss: Any) -> str:
-    """Return a digest of a loss, and of what the loss and the user's forward read outside the model."""
+    """Return a digest of a loss, and of what it and the user's forward read outside the model."""
     readers = UserFunctions(model, loss)
     functions = readers.functions.values()
-    # Functions are found in an order that may differ between processes.
+    # The order of functions may differ between processes.
     ordered = sorted(functions, key=lambda f: (f.__module__, f.__qualname__, f.__code__.co_firstlineno))
     owners: list[tuple[str, Mapping[str, Any], Callable[[str], bool]]] = []
     owners += [(k.__qualname__, vars(k), readers.reads) for k in readers.classes]
@@ -80,11 +78,11 @@ def outline(module: nn.Module) -> str:
 
 class _Describer:
     def __init__(self, index: bool, reads: Callable[[str], bool] = lambda _: True, constants: bool = False) -> None:
-        # Function that decides which attributes of the user's objects are described
+        # Decides which attributes of the user's objects are described
         self._reads = reads
         self._constants = constants
         self._left_out = () if index else LAYER_INDEX
-        # Maps an id to a number and the object; the reference prevents the reuse of the id.
+        # id -> number and object; the reference prevents the reuse of the id.
         self._known: dict[int, tuple[int, Any]] = {}
 
     def text(self, value: Any) -> str:
@@ -92,7 +90,7 @@ class _Describer:
             return f"{type(value).__qualname__}.{value.name}"
         if isinstance(value, _PLAIN):
             return f"{type(value).__name__} {value!r}"
-        # A second reference becomes a number, which describes sharing and ends cycles.
+        # A repeated reference becomes a number, which describes sharing and ends cycles.
         if id(value) in self._known:
             return f"#{self._known[id(value)][0]}"
         self._known[id(value)] = len(self._known), value

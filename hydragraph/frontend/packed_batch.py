@@ -1,4 +1,4 @@
-"""Packed micro-batches as tensors: the inputs of captured graphs."""
+"""Packed micro-batches: the inputs of captured graphs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hydragraph.spec import workload
 
 @dataclass(frozen=True)
 class DropoutNumbers:
-    """Numbers that determine the dropout masks of sequences.
+    """Numbers that determine sequences' dropout masks.
 
     Attributes:
         key: key of the step (`kernels.philox.key_of`).
-        numbers: index of each sequence in its mini-batch, or -1 for no dropout.
+        numbers: index of each sequence in its mini-batch; -1: no dropout.
     """
 
     key: int
@@ -29,7 +29,7 @@ class DropoutNumbers:
         return DropoutNumbers(self.key, [self.numbers[i] for i in chosen])
 
 
-# Minimum number of tokens, because graphs are traced for sizes of at least 2
+# Minimum tokens: graphs are traced for sizes of at least 2
 MINIMUM = 2
 
 
@@ -52,9 +52,8 @@ def pack(
     """Concatenate sequences into one packed batch.
 
     Args:
-        multiple: the token count is padded to a multiple of this number, and to at least 2, with a sequence without
-            targets.
-        several: whether to add a padding sequence if there is only one sequence.
+        multiple: a padding sequence without targets fills up the token count to a multiple of this, at least 2.
+        several: whether to add a padding sequence to a single sequence.
         unplaced: token id that gets position -1 and does not advance positions.
 
     Returns:
@@ -90,6 +89,6 @@ def pack(
 def _positions(ids: Tensor, unplaced: int | None) -> Tensor:
     if unplaced is None:
         return torch.arange(len(ids))
-    # ids 1 0 5 with the padding id 0: placed 1 0 1, positions 0 -1 1.
+    # ids 1 0 5, padding id 0: placed 1 0 1, positions 0 -1 1.
     placed = (ids != unplaced).long()
     return placed.cumsum(0) * placed - 1

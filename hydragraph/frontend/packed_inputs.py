@@ -18,7 +18,7 @@ from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.private.tracing import TensorSpec
 from hydragraph.spec.workload import IGNORED, Field
 
-# Fields of every packed batch of T tokens in N sequences.
+# Fields of a packed batch of T tokens in N sequences.
 FIELDS = {
     "input_ids": TensorSpec((1, "T"), torch.int64),
     "position_ids": TensorSpec((1, "T"), torch.int64),
@@ -71,14 +71,13 @@ def _fits(tensor: Tensor, field: TensorSpec) -> bool:
 
 
 def own_fields(program: Program) -> dict[str, Field]:
-    """Return the custom fields that every sequence must provide."""
     own = {}
     for template in program.templates.values():
         for node, name in zip(placeholders_of(template.graph)[::-1], template.inputs[::-1], strict=False):
             if not name.startswith("other.") and name not in (*FIELDS, *RESERVED):
                 value = value_of(node)
                 own[name] = Field(value.dtype, tuple(map(int, value.shape[2:])))
-    # Pad a field that holds targets with the ignored index.
+    # Pad fields of targets with the ignored index.
     limits = field_ranges_of(program) if own else ()
     looked_up = {limit.field for limit in limits if limit.ignored is None}
     ignored = {limit.field: limit.ignored for limit in limits if limit.field not in looked_up}
@@ -86,12 +85,9 @@ def own_fields(program: Program) -> dict[str, Field]:
 
 
 def token_cross_entropy(outputs: Any, batch: dict[str, Tensor], label_smoothing: float = 0.0) -> Tensor:
-    """Sum the cross-entropy of logits [1, T, V], in fp32, over tokens whose label [1, T] is not -100.
+    """Sum the cross-entropy of logits [1, T, V], in fp32, over labels [1, T] other than -100.
 
     The logits are `outputs.logits`, `outputs["logits"]`, or `outputs` if it is a tensor.
-
-    Args:
-        label_smoothing: as in `torch.nn.functional.cross_entropy`.
 
     Raises:
         Unsupported: the outputs have no logits.
@@ -136,5 +132,5 @@ def _logits(outputs: Any) -> Tensor:
 
 
 def shift(ids: Tensor) -> Tensor:
-    """Return next-token labels for one sequence, [L]: the ids shifted by one, with -100 at the end."""
+    """Return next-token labels, [L]: ids shifted by one, with -100 at the end."""
     return torch.cat([ids[1:], ids.new_full((1,), IGNORED)])

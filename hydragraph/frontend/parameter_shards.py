@@ -1,4 +1,4 @@
-"""Choice of one sharding rule per parameter, for all blocks that use the parameter."""
+"""Choice of one sharding rule per parameter."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hydragraph.passes.tensor_cut import Cuts
 
 
 def analyse(template: Template, whole: set[str]) -> tuple[Cuts, list[fx.Node]]:
-    """Return a template's shardable dimensions and parameter placeholders; placeholders in `whole` stay unsharded."""
+    """Return a template's shardable dimensions and parameter placeholders; those in `whole` stay unsharded."""
     nodes = {n.name: n for n in placeholders_of(template.graph)}
     parameters = list(nodes.values())[: len(template.parameters)]
     return find_cuts(template.graph.graph, set(parameters), nodes.get("input_ids"), whole), parameters
 
 
 def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> set[str]:
-    """Return the template's placeholders to which any block passes a parameter in `whole`."""
-    # FX lowercases names, so placeholders are matched by their order.
+    """Return the placeholders to which any block passes a parameter in `whole`."""
+    # FX lowercases names: match placeholders by order.
     placeholders = placeholders_of(template.graph)
     used_as = [block.parameters for block in blocks if block.template == template.name]
     return {n.name for names in used_as for n, name in zip(placeholders, names, strict=False) if name in whole}
@@ -33,10 +33,10 @@ def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> se
 def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[str, ShardRule]:
     """Return the sharding rule of every sharded parameter.
 
-    A parameter that blocks would shard differently stays unsharded, and may force other parameters to stay unsharded.
+    A parameter that blocks would shard differently stays unsharded, which may force others to stay unsharded.
     """
     whole: set[str] = set()
-    # A parameter that must stay whole may force others to: repeat until the set stops growing.
+    # A whole parameter may force others to stay whole: repeat until the set stops growing.
     while True:
         choices_of: dict[str, set[ShardRule | None]] = {}
         analysed: dict[str, list[ShardRule | None]] = {}

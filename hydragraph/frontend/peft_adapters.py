@@ -14,7 +14,7 @@ from torch import nn
 from hydragraph.errors import Unsupported
 
 _TRIED = ("LORA", "IA3")  # tested peft methods
-# Settings of LoraConfig that change results or the location of weights, and are not tested.
+# Untested settings of LoraConfig that change results or the location of weights.
 _UNTRIED = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config"),
     *("monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"),
@@ -44,7 +44,6 @@ class Adapters:
         return cls(copy.deepcopy(peft_model.peft_config), peft_model.active_adapter) if is_peft(model) else None
 
     def on(self, base: nn.Module) -> nn.Module:
-        """Add new adapters with `configs` to a base model."""
         from peft import get_peft_model
 
         (first, config), *others = copy.deepcopy(dict(self.configs)).items()
@@ -71,7 +70,7 @@ def refuse_untried(model: nn.Module) -> None:
 
 
 def switchable_parameters(model: nn.Module | None) -> list[str]:
-    """Return the names of LoRA's B parameters; setting them to zero disables the adapters.
+    """Return the names of LoRA's B parameters; zeros there disable the adapters.
 
     Raises:
         Unsupported: the model has no adapters, or trains parameters other than LoRA's.
@@ -89,12 +88,10 @@ def switchable_parameters(model: nn.Module | None) -> list[str]:
 
 
 def adapter_keys(model: nn.Module) -> frozenset[str]:
-    """Return the state-dict keys that a peft model's `save_pretrained` writes."""
     return frozenset(key for adapter in adapter_names(model) for key in names_in_file(model, adapter))
 
 
 def names_in_file(model: nn.Module, adapter: str) -> dict[str, str]:
-    """Map state-dict keys to names in an adapter's file."""
     from peft import get_peft_model_state_dict
 
     state = model.state_dict()

@@ -1,6 +1,6 @@
-"""Conversion of PyTorch's attention, which spans a whole row, to attention within packed sequences.
+"""Conversion of PyTorch's attention over a whole row to attention within packed sequences.
 
-Calls with a mask or dropout are left unchanged, and `token_mixing` rejects them.
+Calls with a mask or dropout stay unchanged, and `token_mixing` rejects them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hydragraph.private.tracing import fake_mode_of, new_symbol, symbol_name
 
 aten = torch.ops.aten
 
-# Number of entries of cu_seqlens in the traced example
+# Length of cu_seqlens in the traced example
 _BOUNDS = 3
 
 
@@ -54,7 +54,7 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
     packed = [_packed(node, x) for x in operands(node)[:3]]
     results = insert(node, varlen, *packed, bounds, longest, *settings)
     out = insert(node, operator.getitem, results, 0)
-    # Return from [T, H, D] to the layout of the call, such as [1, H, T, D].
+    # From [T, H, D] back to the call's layout, such as [1, H, T, D].
     ones = [1] * (len(shape(node)) - 3)
     row = insert(node, aten.view.default, out, [*ones, -1, shape(query)[-3], shape(value)[-1]])
     result = insert(node, aten.transpose.int, row, len(ones), len(ones) + 1)

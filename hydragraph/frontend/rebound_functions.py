@@ -1,4 +1,4 @@
-"""Rebinding of functions in a deep-copied module, because `copy.deepcopy` does not copy functions."""
+"""Rebinding of functions, which `copy.deepcopy` does not copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.frontend.state_readers import variables_of
 
 
 def rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Make functions in a copy's attributes refer to copied objects; `memo` is the memo of `copy.deepcopy`."""
+    """Make functions in a copy's attributes refer to copied objects; `memo` is that of `copy.deepcopy`."""
     rebuilt: dict[int, Any] = {}
     for module in copied.modules():
         for name, value in list(vars(module).items()):

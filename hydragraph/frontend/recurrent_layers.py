@@ -1,4 +1,4 @@
-"""Packed-sequence kernels for the linear attention and short convolutions of transformers."""
+"""Kernels for packed sequences, for transformers' linear attention and short convolutions."""
 
 from __future__ import annotations
 

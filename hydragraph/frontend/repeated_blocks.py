@@ -1,4 +1,4 @@
-"""Copies of models on the meta device, and search for repeated blocks."""
+"""Meta copies of models, and search for repeated blocks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ BlockList = nn.ModuleList | nn.ModuleDict
 
 
 def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Copy a model to the meta device with parameters in `dtype`; buffers keep their dtype."""
-    # memo: id of an original tensor -> its replacement, which deepcopy uses instead of a copy.
+    """Copy a model to the meta device with parameters in `dtype`; buffers keep theirs."""
+    # memo: id of an original tensor -> its replacement.
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         kind = dtype if parameter.is_floating_point() else parameter.dtype
@@ -32,13 +32,13 @@ def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def computed(model: nn.Module) -> dict[int, Any]:
-    """Return attributes computed from parameters (e.g. by legacy weight norm), as a memo for `copy.deepcopy`."""
+    """Return attributes computed from parameters (as in legacy weight norm), as a memo for `copy.deepcopy`."""
     attributes = (value for module in model.modules() for value in vars(module).values())
     return {id(v): v.detach() for v in attributes if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
 def block_list(model: nn.Module, path: str | None = None) -> tuple[str, BlockList]:
-    """Return the path and container of a model's repeated blocks, by default the container with the most parameters."""
+    """Return the path and container of repeated blocks, by default the container with the most parameters."""
     containers = {name: module for name, module in model.named_modules() if _numbers_its_blocks(module)}
     if path is None:
         sizes = {
@@ -63,12 +63,12 @@ def _numbers_its_blocks(module: nn.Module) -> bool:
 
 
 def entries(listed: BlockList) -> list[nn.Module]:
-    """Return the blocks of a container in order, including repeated occurrences."""
+    """Return the blocks in order, including repetitions."""
     return [block for block in table_of(listed).values() if block is not None]
 
 
 def separate_repeated(listed: BlockList) -> None:
-    """Replace later occurrences of a block with copies that share its tensors."""
+    """Replace later occurrences of a block with copies that share tensors."""
     seen = set[int]()
     for place, block in table_of(listed).items():
         if id(block) in seen and block is not None:

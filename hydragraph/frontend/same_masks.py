@@ -23,10 +23,10 @@ _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 
 @contextmanager
 def same_masks(model: nn.Module, program: Program, keys: Tensor, blocks: str | None = None) -> Iterator[None]:
-    """Make a model use its captured program's dropout masks while it computes one sequence.
+    """Make a model use its program's dropout masks while it computes one sequence.
 
     Args:
-        keys: dropout keys of the sequence's tokens, [1, L, 2] (`kernels.philox.keys_of`).
+        keys: dropout keys of the tokens, [1, L, 2] (`kernels.philox.keys_of`).
     """
     if not program.drops:
         yield
@@ -54,7 +54,7 @@ def same_masks(model: nn.Module, program: Program, keys: Tensor, blocks: str | N
 
 
 def _calls(program: Program) -> dict[tuple[int, int], int | None]:
-    """Map the (block, call) numbers of each dropout to its token dimension, or to None if it is inside attention."""
+    """Map each dropout's (block, call) numbers to its token dimension, or to None inside attention."""
     calls: dict[tuple[int, int], int | None] = {}
     for block in program.blocks:
         for node in program.templates[block.template].graph.graph.nodes:
@@ -66,7 +66,7 @@ def _calls(program: Program) -> dict[tuple[int, int], int | None]:
 
 
 class _Masks(TorchFunctionMode):
-    """Mode that replaces dropout; `block` is the number of the running block, or 0 outside blocks."""
+    """Mode that replaces dropout; `block` is the running block's number, or 0 outside blocks."""
 
     def __init__(self, calls: Mapping[tuple[int, int], int | None], keys: Tensor) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _Masks(TorchFunctionMode):
         place = self._next() if dropout_p > 0 else None
         if place is None or place not in self._calls:
             return F.scaled_dot_product_attention(query, key, value, **options, enable_gqa=enable_gqa)
-        # If the values are an identity matrix, attention returns its probabilities.
+        # With an identity matrix as values, attention returns its probabilities.
         keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         length = key.shape[2]
         identity = torch.eye(length, dtype=query.dtype).expand(1, query.shape[1], length, length)

@@ -1,4 +1,4 @@
-"""Capture of a model's graph with each block as an opaque operator."""
+"""Capture of a model's graph with opaque blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hydragraph.private.tracing import TensorSpec, untraced
 
 @torch.library.custom_op("hydragraph::block", mutates_args=())
 def block_op(hidden: Tensor, others: Sequence[Tensor], name: str) -> Tensor:
-    """Placeholder for one block during capture; it never runs."""
+    """Placeholder for one block; it never runs."""
     raise AssertionError("hydragraph::block is a placeholder")
 
 
@@ -39,22 +39,22 @@ class BlockCall:
     name: str
     module: nn.Module
     spec: TreeSpec
-    # The flattened arguments, in which None replaces each tensor
+    # Flattened arguments; None replaces tensors
     leaves: list[Any]
-    # Positions of the tensors; the first is the hidden state
+    # Positions of tensors; the first is the hidden state
     tensors: list[int]
-    # Fake values of these tensors; the hidden state is [1, T, H]
+    # Their fake values; the hidden state is [1, T, H]
     inputs: list[Tensor] = field(repr=False)
     # Whether the model passes the hidden state as [T, H]
     flat_tokens: bool
     own: Callable[..., Any] | None = field(repr=False)
-    # Expected structure of the output, as returned by a similar block
+    # Expected structure of the output, from a similar block
     form: str
-    # Indices of this block's inputs in the node that stands for all blocks
+    # Indices of this block's inputs in the fused node
     feeds: tuple[int, ...] | None = None
 
     def called(self) -> str:
-        """Return a digest of the arguments; tensors count only by shape and dtype."""
+        """Return a digest of the arguments, with only the shape and dtype of tensors."""
         inputs = [(tuple(map(str, t.shape)), str(t.dtype)) for t in self.inputs]
         return structure((self.leaves, str(self.spec), self.tensors, inputs, self.flat_tokens))
 
@@ -75,7 +75,7 @@ class FlatBlock(nn.Module):
         if call.flat_tokens:
             leaves[call.tensors[0]] = tensors[0].squeeze(0)
         arguments, keywords = tree_unflatten(leaves, call.spec)
-        # `call.module.forward` may still be the opaque replacement, so call the class's forward.
+        # `call.module.forward` may be the opaque replacement, so call the class's.
         forward = call.own or functools.partial(type(call.module).forward, call.module)
         with keywords_of_block(keywords):
             output = forward(*arguments, **keywords)
@@ -87,7 +87,7 @@ class FlatBlock(nn.Module):
 
 
 def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Return the only tensor in a block's output, and a function that replaces this tensor."""
+    """Return the only tensor in a block's output, and a function that replaces it."""
     leaves, spec = tree_flatten(output)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(tensors) != 1:
@@ -122,8 +122,6 @@ def form_of(output: Any) -> str:
 
 
 class TracedModel(nn.Module):
-    """Module that computes `loss(call(model, batch))`."""
-
     def __init__(self, model: nn.Module, call: Callable[..., Any], loss: Loss) -> None:
         super().__init__()
         self.model = model
@@ -157,23 +155,23 @@ def meta_batch(example: Mapping[str, int], fields: Mapping[str, TensorSpec]) -> 
 def capture_skeleton(
     traced: TracedModel, listed: BlockList, example: Mapping[str, int], fields: Mapping[str, TensorSpec]
 ) -> tuple[torch.export.ExportedProgram, list[BlockCall]]:
-    """Trace a model and its loss with each block as an opaque operator.
+    """Trace a model and its loss with opaque blocks.
 
     Args:
         traced: a meta copy, which tracing may change.
-        listed: the model's blocks, in call order; blocks with equal outlines must return equal output structures.
+        listed: blocks in call order; blocks with equal outlines must return equal output structures.
     """
-    # torch.export treats sizes 0 and 1 as constants, so graphs take at least 2 tokens and
+    # torch.export treats sizes 0 and 1 as constants, so graphs take at least 2 tokens and 2
     # sequences.
     sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
     where = type(traced.model).__name__
     trace = functools.partial(export, traced, (meta_batch(example, fields),), (dynamic,), where)
-    # Tracing all blocks as one node is fastest, but fails if the model uses the values between blocks.
+    # One node for all blocks is fastest, but fails if the model uses values between blocks.
     light = list[BlockCall]()
     with contextlib.suppress(Exception), opaque_blocks(listed, light):
         exported = trace()
-        # A lifted constant may be an untraced hidden state that the model reads between blocks.
+        # A lifted constant may be an untraced hidden state, read between blocks.
         if not exported.graph_signature.inputs_to_lifted_tensor_constants:
             return _in_order(exported, light, listed, where)
     calls = list[BlockCall]()
@@ -203,14 +201,14 @@ def _in_order(
 
 @contextlib.contextmanager
 def opaque_blocks(listed: BlockList, calls: list[BlockCall]) -> Iterator[None]:
-    """Replace a model's blocks with opaque ones; append their calls to `calls`."""
+    """Replace blocks with opaque ones; append calls to `calls`."""
     own = dict(table_of(listed))
     forms = _Forms()
     fused = _FusedBlocks("layer.0", f"layer.{len(listed) - 1}")
     try:
         for (name, block), place in zip(_named(listed), own, strict=True):
             table_of(listed)[place] = _light(block, _opaque(name, block, forms, calls, fused))
-        # A write to an attribute of a replacement would not reach the block.
+        # Writes to a replacement's attributes would not reach the block.
         before = [dict(vars(light)) for light in entries(listed)]
         yield
         if any(vars(light) != attributes for light, attributes in zip(entries(listed), before, strict=True)):
@@ -221,8 +219,8 @@ def opaque_blocks(listed: BlockList, calls: list[BlockCall]) -> Iterator[None]:
 
 def _light(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     kind = type(block)
-    # The replacement has the class and attributes of the block, but no tensors, which torch.export
-    # would process. Reads of submodules and tensors still reach the block.
+    # The replacement has the block's class and attributes, but no tensors, which torch.export would
+    # process. Reads of submodules and tensors still reach the block.
     members = {"__getattr__": lambda _, name: getattr(block, name), "__module__": kind.__module__}
     light: nn.Module = object.__new__(type(kind.__name__, (kind,), members))
     vars(light).update(vars(block), forward=forward, **empty_tables())
@@ -234,8 +232,8 @@ class _Forms:
     """Structures of blocks' outputs, recorded during tracing.
 
     Attributes:
-        of: for the outline of each block, a function that rebuilds the output, and the output's structure.
-        wide: by the id of a block's result [T, H], the same result as [1, T, H].
+        of: for each block's outline, a function that rebuilds the output, and the output's structure.
+        wide: by the id of a block's result [T, H], this result as [1, T, H].
     """
 
     of: dict[str, tuple[Callable[[Tensor], Any], str]] = field(default_factory=dict)
@@ -244,10 +242,10 @@ class _Forms:
 
 @dataclass
 class _FusedBlocks:
-    """State for tracing all blocks as one node; the last block creates this node.
+    """State for tracing all blocks as one node, which the last block creates.
 
     Attributes:
-        given: the hidden state passed to the first block, [1, T, H].
+        given: hidden state passed to the first block, [1, T, H].
         others: the blocks' other tensor arguments, by id.
     """
 
@@ -264,7 +262,7 @@ class _FusedBlocks:
         elif hidden is not self.passed:
             raise ValueError(f"the input of {name} is not the previous block's output")
         self.others |= {id(other): other for other in others}
-        # Inputs of the fused node, in the order in which blocks first take them.
+        # The fused node's inputs, in the order of their first use.
         places = list(self.others)
         return tuple(places.index(id(other)) for other in others)
 
@@ -273,8 +271,8 @@ class _FusedBlocks:
             result: Tensor = torch.ops.hydragraph.block(self.given, list(self.others.values()), name)
             self.passed = result.squeeze(0) if hidden.dim() == 2 else result
         else:
-            # Between fused blocks, the hidden state has no node; `enter` only compares its
-            # identity.
+            # Between fused blocks, the hidden state has no node; only its identity matters to
+            # `enter`.
             with untraced():
                 self.passed = torch.empty_like(hidden)
         return self.passed
@@ -293,7 +291,7 @@ def _opaque(
         tensors = sorted(positions, key=lambda i: not leaves[i].is_floating_point())
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
-        # Run one block of each outline, without tracing, to learn the structure of its output.
+        # Run one block of each outline, untraced, to learn its output's structure.
         if key not in forms.of:
             with untraced(), watched(name, block), _unchanged(block, name), keywords_of_block(keywords):
                 output = own(*arguments, **keywords)
@@ -312,7 +310,7 @@ def _opaque(
             assert fused.given is not None
             wide = fused.given
         else:
-            # `forms.wide` avoids a reshape between blocks
+            # `forms.wide` saves a reshape between blocks
             wide = forms.wide.get(id(hidden), hidden.unsqueeze(0)) if flat else hidden
         calls.append(BlockCall(name, block, spec, constants, tensors, [wide, *others], flat, instance, form, feeds))
         if fused is not None:

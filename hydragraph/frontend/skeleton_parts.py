@@ -1,4 +1,4 @@
-"""Extraction of parts of a model's graph as templates."""
+"""Extraction of templates from a model's graph."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ def extract(graph: fx.GraphModule, outputs: Sequence[fx.Node], renamed: Mapping[
 
 
 def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where: str) -> Template:
-    """Make a Template from a graph.
-
-    Args:
-        names: name of each placeholder, for parameters, buffers and inputs in this order.
-    """
+    """Make a Template; `names` maps placeholders to names, for parameters, buffers and inputs in this order."""
     placeholders = graph.graph.find_nodes(op="placeholder")
     tensors = {placeholder: name for kind in names for placeholder, name in kind.items()}
     constant = next((n for n in placeholders if n.name not in tensors), None)
     if constant is not None:
         remedy = "register this tensor as a buffer in the module's __init__ (a loss may be a module)"
         raise Unsupported(f"forward or loss creates a constant tensor ({constant.name})", where=where, remedy=remedy)
-    # Callers rely on the order of parameters, buffers and inputs.
+    # The order is parameters, buffers, inputs.
     groups = [[n for n in placeholders if n.users and n.name in kind] for kind in names]
     in_template = [tuple(tensors[n.name] for n in group) for group in groups]
     inputs = {node: identifier(tensors[node.name]) for group in groups for node in group}
@@ -42,6 +38,5 @@ def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where
 
 
 def identifier(name: str) -> str:
-    """Turn a tensor's name, which may be a number, into an identifier for its placeholder."""
     name = name.replace(".", "_")
     return name if name.isidentifier() else f"_{name}"

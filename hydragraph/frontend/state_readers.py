@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 
-# Code that mentions one of these names may read any attribute.
+# Code with one of these names may read any attribute.
 _DYNAMIC = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec"})
 _LIBRARIES = ("torch", "transformers", "peft", "hydragraph", "builtins", "numpy")
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -41,7 +41,7 @@ SEQUENCES = (
 ATOMS: frozenset[type] = frozenset({bool, int, float, complex, str, bytes, type(None)})
 PLAIN: tuple[type, ...] = (*ATOMS, torch.dtype, torch.device)
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-# Prefixes of the names of classes whose objects may be changed by code outside the model.
+# Name prefixes of classes whose objects may be changed outside the model.
 _LIVE = (
     *("torch.optim.", "torch._C.Generator", "threading.Event", "queue.", "multiprocessing.", "ctypes."),
     *("_thread._local", "_contextvars.ContextVar", "os._Environ"),
@@ -60,13 +60,12 @@ _NOT_FOLLOWED = frozenset({"__init__", "__new__", "__post_init__", "__init_subcl
 
 
 def library_of(kind: type) -> str | None:
-    """Return the library that defines a class, or None for a user's class."""
     package = kind.__module__.partition(".")[0]
     return package if package in _LIBRARIES else None
 
 
 def base_library_of(kind: type) -> str | None:
-    """Return the library of the first class in the MRO, except nn.Module, that a library defines, or None."""
+    """Return the library of the first library class in the MRO, except nn.Module, or None."""
     return next((library for k in kind.__mro__ if k not in (nn.Module, object) and (library := library_of(k))), None)
 
 
@@ -83,7 +82,7 @@ class UserFunctions:
 
     Attributes:
         names: every name and string constant in these functions.
-        modules: for each Python module, its names that these functions may read.
+        modules: for each Python module, its names that they may read.
     """
 
     def __init__(self, model: nn.Module, loss: Any) -> None:
@@ -104,7 +103,7 @@ class UserFunctions:
         return self._dynamic or name in self.names or name == "forward"
 
     def depends_on_training(self, modules: Iterable[nn.Module]) -> bool:
-        """Return whether the user's code may depend on `training`; dropout with a rate of 0 does not count."""
+        """Return whether the user's code may depend on `training`, beyond dropout with a rate of 0."""
         if "training" not in self.names:
             return False
         if any(rate for module in modules for rate in rates_of(module).values()):
@@ -119,8 +118,8 @@ class UserFunctions:
         return any("training" in names_of(f.__code__) and not _beside_a_rate(f, calls) for f in self.functions.values())
 
     def _follow(self) -> None:
-        # Followed values mention new names, and these names reach more attributes, class members
-        # and module variables. Alternate both searches until neither finds a new value.
+        # Followed values mention new names, which reach more values: alternate both searches until
+        # neither finds a new one.
         while self._pending:
             while self._pending:
                 value = self._pending.pop()
@@ -142,12 +141,12 @@ class UserFunctions:
             _refuse_live(owner, self._where)
         if isinstance(value, functools.partial):
             self._pending += [value.func, *value.args, *value.keywords.values()]
-            # A text argument may be the (dotted) name of an attribute.
+            # A text argument may be an attribute's (dotted) name.
             self.names |= {part for name in value.args if isinstance(name, str) for part in name.split(".")}
         elif isinstance(value, operator.attrgetter):
             self._dynamic = True
         elif type(value).__module__ == "functools":
-            # `functools.lru_cache` and similar objects keep the function they wrap in `__dict__`.
+            # `functools.lru_cache` and similar objects keep the wrapped function in `__dict__`.
             self._pending += _wrapped(getattr(value, "__dict__", {}).values())
         elif isinstance(owner, type):
             self._add_class(owner)
@@ -163,7 +162,7 @@ class UserFunctions:
                 self._pending += [v for n, v in vars(k).items() if n.startswith("__") and n not in _NOT_FOLLOWED]
 
     def _add(self, function: FunctionType) -> None:
-        # A library's wrapper may contain a function of the user, as decorators do.
+        # A library's wrapper, such as a decorator's, may contain the user's function.
         if not _is_users(function):
             self._pending += _wrapped([*vars(function).values(), *variables_of(function).values()])
             return
@@ -191,8 +190,8 @@ class UserFunctions:
 
 
 def referent(value: Any) -> Any:
-    """Dereference a weak reference, proxy or built-in method; return any other value unchanged."""
-    # The methods of a proxy are bound to its referent.
+    """Dereference a weak reference, proxy or built-in method; return other values unchanged."""
+    # A proxy's methods are bound to its referent.
     if type(value) in weakref.ProxyTypes:
         return value.__init__.__self__
     if isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType | type | None):
@@ -262,14 +261,13 @@ def attributes_of(owner: Any) -> Mapping[str, Any]:
     attributes: Mapping[str, Any] = getattr(owner, "__dict__", {})
     if isinstance(owner, nn.Module | type):
         return attributes
-    # Attributes in `__slots__` are not in `__dict__`; classes describe them.
+    # Attributes in `__slots__` are in the classes, not in `__dict__`.
     members = [n for k in type(owner).__mro__ for n, v in vars(k).items() if isinstance(v, MemberDescriptorType)]
     slots = [n for n in members if not n.startswith("__") and hasattr(owner, n)]
     return {**attributes, **{n: getattr(owner, n) for n in slots}} if slots else attributes
 
 
 def globals_of(function: FunctionType) -> dict[str, Any]:
-    """Return the globals that a function reads, without builtins."""
     names = _arguments_of(function, "LOAD_GLOBAL", "LOAD_NAME")
     return {name: function.__globals__[name] for name in names if name in function.__globals__}
 
@@ -290,7 +288,6 @@ def _arguments(function: CodeType, operations: tuple[str, ...]) -> tuple[Any, ..
 
 
 def variables_of(function: FunctionType) -> dict[str, Any]:
-    """Return the values of a function's closure variables, without unset variables."""
     variables = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):
@@ -311,7 +308,6 @@ def mentions(kind: type, name: str) -> bool:
 
 
 def rates_of(module: nn.Module) -> dict[str, float]:
-    """Return a module's rates of dropout or noise, by attribute name."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -322,7 +318,7 @@ def rates_of(module: nn.Module) -> dict[str, float]:
 
 
 def names_of(code: CodeType) -> Iterator[str]:
-    """Yield the names and string constants in code; `getattr` may get a constant as a name."""
+    """Yield the names and string constants in code; `getattr` may use a constant as a name."""
     for code_object in _codes(code):
         yield from code_object.co_names
         yield from (constant for constant in code_object.co_consts if isinstance(constant, str))
@@ -375,13 +371,13 @@ def _beside_a_rate(function: FunctionType, calls: bool) -> bool:
     if tree is None:
         return False
     flags = {n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "training"}
-    # beside: reads of `training` in an expression that also names a rate, e.g. in
-    # F.dropout(x, self.dropout, self.training).
+    # beside: reads of `training` in an expression that also names a rate, e.g. in F.dropout(x,
+    # self.dropout, self.training).
     beside: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call | ast.IfExp):
             inside = set(ast.walk(node))
-            # The name of a called function, such as F.dropout, counts only if `calls` is true.
+            # A called function's name, as F.dropout, counts only with `calls`.
             called = set() if calls else {n.func for n in inside if isinstance(n, ast.Call)}
             attributes = [n.attr for n in inside if isinstance(n, ast.Attribute) and n not in called]
             attributes += [n.id for n in inside if calls and isinstance(n, ast.Name)]

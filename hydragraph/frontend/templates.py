@@ -23,7 +23,7 @@ from hydragraph.private.tracing import symbol_name
 def capture_template(call: BlockCall, hints: dict[str, int]) -> Template:
     """Trace a block to a template with the inputs "hidden" and "other.{i}".
 
-    The inputs "other.{i}" are the block's remaining tensor arguments, followed by the `ADDED` fields.
+    The latter are the remaining tensor arguments, followed by the `ADDED` fields.
     """
     symbols: dict[str, torch.export.Dim] = {}
     examples = [_example(tensor, hints, symbols, call.name) for tensor in call.inputs]
@@ -42,7 +42,7 @@ def capture_template(call: BlockCall, hints: dict[str, int]) -> Template:
     if tokens is not None:
         use_position_ids(graph.graph, tokens)
         use_packed_sequences(graph.graph, tokens)
-    # The added fields continue the numbers of the block's own arguments.
+    # Added fields continue the numbers of the block's arguments.
     inputs |= {name: f"other.{len(arguments) - 1 + i}" for i, name in enumerate(ADDED)}
     return template_of(graph, (*tensors, inputs | INPUTS), call.name)
 

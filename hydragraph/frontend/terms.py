@@ -7,9 +7,9 @@ The proof sorts values into four kinds:
     terms       one row for each token, selected token or sequence
     total       a sum of terms
 
-Operators on terms must keep rows separate (`keeps`), or select rows by bounds or a mask. Lengths are the only bounds
-that may weight terms. Totals may only be scaled or added. An index computed from bounds must select rows of the same
-sequence; `_Bound` lists the kinds of indices.
+Operators on terms must keep rows separate (`keeps`), or select rows by bounds or a mask. Among bounds, only lengths may
+weight terms. Totals may only be scaled or added. An index computed from bounds (`_Bound`) must select rows of the same
+sequence.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from hydragraph.private.tracing import is_counted, is_one_less, symbols_in
 
 aten = torch.ops.aten
 
-# Operators that select or sum rows by an index, a mask or counts.
+# Operators that select or sum rows by index, mask or counts.
 _TAKES = aten_operators(
     "index.Tensor index_select masked_select index_add scatter_add repeat_interleave.self_Tensor index_put"
 )
-# Operators that turn positions in the packed row into indices.
+# Operators that turn positions in the row into indices.
 _FINDS = aten_operators("""
     bucketize.Tensor searchsorted.Tensor repeat_interleave.Tensor repeat_interleave.self_Tensor index.Tensor
     index_select diff sub.Tensor cumsum slice.Tensor select.int narrow cat
@@ -101,7 +101,7 @@ _IN_SEQUENCE = {_Bound.START, _Bound.INSIDE}
 
 
 def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | None:
-    """Describe the first operator that prevents a loss from being a sum of independent terms, or return None.
+    """Describe the first operator that prevents a sum of independent terms, or return None.
 
     Args:
         bounds: the placeholders of cu_seqlens and max_length that the graph uses.
@@ -110,10 +110,10 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     # totals: sums of terms, which are valid results.
     from_bounds = {n: _Bound.BOUNDS if n.name == "cu_seqlens" else _Bound.INDEX for n in bounds}
     # Row numbers may only select rows. Without bounds or a counted size (rows that a mask selects),
-    # the loss would use them to count the tokens of the packed row.
+    # they would count the tokens of the packed row.
     selects = bool(bounds) or any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ()))
     totals: set[fx.Node] = set()
-    # Prefix sums over rows; their differences between bounds are terms
+    # Prefix sums over rows
     running: set[fx.Node] = set()
     for node in nodes:
         if node.op == "output":
@@ -140,7 +140,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
                 return f"{node.target} {_WHOLE_ROW}"
             from_bounds[node] = bound
         elif any(n in running for n in inputs) or _runs_on(node):
-            # A prefix sum mixes rows; only a difference between two bounds is a term again.
+            # Prefix sums mix rows; a difference between two bounds is a term again.
             if not _runs(node, running, from_bounds):
                 return f"{node.target} {_ACROSS}"
             if not _is_between_bounds(node, from_bounds):
@@ -155,24 +155,24 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
 def _of_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> _Bound | None:
     """Return the kind of an operator's result, or None if the operator uses positions as data."""
     first, *others = operands(node)
-    # given: kinds of the operands that are bounds, e.g. [BOUNDS] for cu_seqlens[1:].
+    # given: kinds of operands that are bounds, e.g. [BOUNDS] for cu_seqlens[1:].
     given = [told[n] for n in node.all_input_nodes if n in told]
     if node.target in _OF_NEIGHBOURS:
-        # repeat_interleave((2, 3)) is 0 0 1 1 1: the sequence of each token.
+        # repeat_interleave((2, 3)) is 0 0 1 1 1: each token's sequence.
         if node.target is aten.repeat_interleave.Tensor and _is_lengths(first, told):
             return _Bound.OWNER
         if given != [_Bound.BOUNDS]:
             return _Bound.INDEX
         if node.target is aten.diff.default and argument_of(node, "n") == 1:
             return _Bound.LENGTH
-        # cu_seqlens[:-1] are the starts of sequences, and cu_seqlens[1:] their ends.
+        # cu_seqlens[:-1] are sequences' starts, cu_seqlens[1:] their ends.
         return (_Bound.END if others[1] else _Bound.START) if _drops_an_end(node) else _Bound.INDEX
     if node.target in _SEARCHES and operands(node)[_SEARCHES[node.target]] in told:
         return _searched(node, told)
     if node.target is aten.repeat_interleave.self_Tensor:
         kind = told.get(first, _Bound.INDEX) if _is_lengths(others[0], told) else _Bound.INDEX
         return _Bound.OWNER if kind is _Bound.COUNT else kind
-    # An index by each token's sequence keeps the kind: starts[owner] are still starts.
+    # Indexing by each token's sequence keeps the kind: starts[owner] are starts.
     if node.target in (aten.index.Tensor, aten.index_select.default) and set(given) != {_Bound.LENGTH}:
         return told[first] if first in told and given[1:] == [_Bound.OWNER] else _Bound.INDEX
     if set(given) == {_Bound.LENGTH}:
@@ -189,7 +189,7 @@ def _of_bounds(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> _Bound | None:
     if node.target in (aten.maximum.default, aten.minimum.default):
         if not set(given) <= _PLACES:
             return given[0] if len(set(given)) == 1 else None
-        # A place inside a sequence bounds the other operand: max(start, end - 8) is inside as well.
+        # A place in a sequence bounds the other operand: max(start, end - 8) is inside too.
         sides = _IN_SEQUENCE | {_Bound.BEFORE if node.target is aten.maximum.default else _Bound.AFTER}
         return _Bound.INSIDE if set(given) <= sides and set(given) & _IN_SEQUENCE else _Bound.INDEX
     return given[0] if node.target in (aten.clamp.default, aten.clamp_min.default) and others == [0] else None
@@ -216,7 +216,7 @@ def _moved(node: fx.Node, told: Mapping[fx.Node, _Bound], place: fx.Node) -> _Bo
 def _searched(node: Any, told: Mapping[fx.Node, _Bound]) -> _Bound:
     bounds, values = (operands(node)[i] for i in (_SEARCHES[node.target], 1 - _SEARCHES[node.target]))
     searches = node.target is aten.searchsorted.Tensor
-    # searchsorted((2, 5), 0..4, right=True) is 0 0 1 1 1: the sequence of each token. In all of
+    # searchsorted((2, 5), 0..4, right=True) is 0 0 1 1 1: each token's sequence. In all of
     # cu_seqlens (0, 2, 5), the results are 1 1 2 2 2.
     right = argument_of(node, "right") or (searches and argument_of(node, "side") == "right")
     if not right or told.get(values) is not _Bound.COUNT:
@@ -242,12 +242,12 @@ def _drops_an_end(node: fx.Node) -> bool:
 
 
 def _of_terms(node: fx.Node, told: Mapping[fx.Node, _Bound], totals: set[fx.Node]) -> str | None:
-    """Return the problem with an operator on terms, or None; add the operator to `totals` if its result is a total."""
+    """Return the problem with an operator on terms, or None; add totals to `totals`."""
     inputs = node.all_input_nodes
     # Reads only sizes
     if node.target in MADE:
         return None
-    # rows: operand -> its dimensions with one entry per row; two of these would pair rows.
+    # rows: operand -> its dimensions with an entry per row; two would pair rows.
     rows = {n: symbolic_dims(n) for n in inputs if _has_rows(n)}
     if any(len(dims) > 1 for dims in rows.values()) or len(symbolic_dims(node)) > 1:
         return _ACROSS
@@ -318,7 +318,7 @@ def _indexed(node: fx.Node, told: Mapping[fx.Node, _Bound]) -> fx.Node | None:
 def _takes_by_bounds(node: fx.Node, dim: int, told: Container[fx.Node]) -> bool:
     arguments = operands(node)
     if node.target in (aten.index.Tensor, aten.index_put.default):
-        # One mask may index several dimensions.
+        # A mask may index several dimensions.
         places = arguments[1]
         masks = [i for i in places if i is not None and _dtype(i) is torch.bool]
         return bool(masks) or (len(places) > dim and (places[dim] is None or places[dim] in told))
@@ -341,8 +341,8 @@ def _takes_own_rows(node: fx.Node, dim: int, told: Mapping[fx.Node, _Bound]) -> 
     if node.target is aten.repeat_interleave.self_Tensor:
         return _is_lengths(index, told)
     bounds = next((n for n, kind in told.items() if kind is _Bound.BOUNDS), None)
-    # If `first` has one row per sequence, the index must name each token's own sequence; otherwise
-    # it has one row per token, and the index must name a token of that sequence.
+    # If `first` has a row per sequence, the index must name each token's own sequence; if it has a
+    # row per token, a token of that sequence.
     of_sequences = bounds is not None and is_one_less(shape(first)[dim], shape(bounds)[0])
     return told[index] is _Bound.OWNER if of_sequences else told[index] in _IN_SEQUENCE
 

@@ -1,7 +1,7 @@
 """Allow-list of operators that keep packed tokens separate.
 
-A value *has tokens* if it contains data for each token along one dimension of size T. Operators may combine values
-without tokens freely, unless these values or their sizes depend on the packing, as `arange(T)` does.
+A value *has tokens* if it contains data for each token along a dimension of size T. Operators may combine other values
+freely, unless these values or their sizes depend on the packing, as `arange(T)` does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hydragraph.private.tracing import symbol_name, symbols_in
 
 aten = torch.ops.aten
 
-# Operators that combine values along the dimensions in the argument `dim`, by default along all dimensions.
+# Operators that combine values along the dimensions `dim`, by default all.
 _ALONG = aten_operators("""
     softmax.int _softmax log_softmax.int _log_softmax logsumexp logcumsumexp cumsum cumprod cummax
     mean.dim sum.dim_IntList prod.dim_int amax amin aminmax max.dim min.dim argmax argmin any.dim all.dim
@@ -36,24 +36,24 @@ _ALONG = aten_operators("""
 """)
 _TRIANGLES = aten_operators("tril triu")
 _MATRICES = aten_operators("matmul mm bmm")
-# Operators that read only the sizes of their operands.
+# Operators that read only operands' sizes.
 MADE = aten_operators("""
     zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty zeros ones full
     empty.memory_format scalar_tensor sym_size.int
 """)
 _LIKE = aten_operators("expand_as view_as reshape_as type_as")  # read only the sizes or dtype of the second operand
-# Operators that move dimensions; the token dimension remains known, because only it has size T.
+# Operators that move dimensions; only the token dimension has size T, so it stays known.
 _MOVES = MOVES | aten_operators("""
     t squeeze squeeze.dims one_hot repeat expand_as movedim.int movedim.intlist type_as mT swapaxes swapdims adjoint
     numpy_T
 """)
-# Operators that keep rows of the first dimension separate, by the minimum number of dimensions for which this is true.
+# Operators that keep rows of the first dimension separate, by the minimum number of dimensions.
 _ROWS: Mapping[int, frozenset[Any]] = {
     2: aten_operators("group_norm mv"),
     3: aten_operators("instance_norm avg_pool1d adaptive_avg_pool1d conv1d conv1d.padding"),
     4: aten_operators("conv2d conv2d.padding avg_pool2d pixel_shuffle"),
 }
-# These operators have two inputs, followed by weights.
+# Two inputs, followed by weights.
 _OF_TWO = aten_operators("bilinear gru_cell rnn_tanh_cell rnn_relu_cell")
 _CONVOLUTIONS = aten_operators("conv1d conv1d.padding conv2d conv2d.padding")
 RESHAPES = VIEWS | aten_operators("view_as reshape_as")
@@ -81,7 +81,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
     """
     # rows: value with tokens -> its token dimension, and the order of tokens along it.
     rows: dict[fx.Node, TokenRows] = {}
-    # Values that depend on the packing but not on single tokens.
+    # Values that depend on the packing, not on single tokens.
     placeholders = placeholders_of(graph)
     bounds = {n for n in placeholders[len(placeholders) - given :] if not token_dims(n, tokens)}
     routing = RoutingTracker(rows, tokens)
@@ -89,7 +89,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
         dims = token_dims(node, tokens)
         if node.op == "placeholder" and len(dims) == 1:
             rows[node] = TokenRows(dims[0], 1)
-        # The graph's results and the loss's operands must be in batch order.
+        # Results and the loss's operands must be in batch order.
         is_loss = node.target in LOSSES and _is_returned(node)
         if node.op == "output" or is_loss:
             teller = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
@@ -97,7 +97,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
                 return str(teller.target), _ROUTED
         if node.op != "call_function" or is_loss:
             continue
-        # A result of the packing alone may be passed on, but must not enter values with tokens.
+        # A result of the packing may be passed on, but not enter values with tokens.
         packed = any(n in bounds for n in _data(node)) or _has_other_sizes(node, tokens)
         with_tokens = [n for n in _read(node) if n in rows]
         if packed and not with_tokens:
@@ -112,8 +112,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
         if with_tokens:
             attends = node.target in ALONG_SEQUENCES
             seen = viewed(node, rows, dims[0], tokens) if node.target in RESHAPES else None
-            # Attention returns [T, H, D] in the order of the batch; others keep their operands'
-            # order.
+            # Attention returns [T, H, D] in batch order; others keep their operands' order.
             rows[node] = TokenRows(0, 1) if attends else seen or TokenRows(dims[0], rows[with_tokens[0]].order)
     return None
 
@@ -182,7 +181,7 @@ def _has_other_sizes(node: fx.Node, tokens: str) -> bool:
 
 
 def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int], dim: int) -> bool:
-    """Return whether each token of the result is computed from the same token of the operands."""
+    """Return whether each token of the result depends only on this token of the operands."""
     target = node.target
     arguments = operands(node)
     ndim = len(first_tensor(node).shape)
@@ -190,7 +189,7 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
     if target in (operator.getitem, communicate) or target in _BATCH_NORMS:
         return True
     if _is_pointwise(node) or target is aten.broadcast_tensors.default:
-        # Broadcasting aligns the last dimensions, so dimension d moves to d + ndim - len(shape(n)).
+        # Broadcasting aligns the last dimensions: dimension d moves to d + ndim - len(shape(n)).
         return all(dims[n] + ndim - len(shape(n)) == dim for n in with_tokens)
     if target is aten.cosine_similarity.default:
         width = max(len(shape(n)) for n in arguments[:2])
@@ -231,7 +230,7 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
         return first not in dims or all(d != dims[first] and i not in dims for d, i in indices)
     if target is aten.slice.Tensor and str(shape(node)) == str(shape(first)):
         return bool(argument_of(node, "step") == 1)
-    # The second operand does not have the dimension `at`
+    # The second operand has no dimension `at`
     if target is aten.select_scatter.default:
         at = arguments[2] % ndim
         return dim != at and all(dims[n] == (dim if n is first else dim - (dim > at)) for n in with_tokens)
@@ -242,10 +241,10 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
     if target in SPLITS or target in (aten.tensor_split.sections, aten.tensor_split.indices):
         return split_dim(node) != dims[with_tokens[0]]
     if target in (aten.constant_pad_nd.default, aten.pad.default):
-        # The argument lists two numbers per dimension, from the last dimension on.
+        # Two numbers per dimension, from the last dimension on.
         padded = {len(shape(first)) - 1 - i // 2 for i, p in enumerate(arguments[1]) if p}
         return dims[first] not in padded
-    # A table of the model in which each token looks up a row.
+    # Each token looks up a row in a table.
     if target is aten.gather.default and first not in dims:
         return bool(arguments[1] % len(shape(first)) == dim)
     if target in (aten.view_as_complex.default, aten.view_as_real.default):
@@ -288,7 +287,7 @@ def _einsum_keeps(node: fx.Node, dims: Mapping[fx.Node, int], dim: int) -> bool:
     if not arrow:
         return False
     terms = left.split(",")
-    # Give each dimension of an ellipsis a letter.
+    # Give an ellipsis's dimensions letters.
     widths = [len(shape(part)) - len(term.replace("...", "")) for term, part in zip(terms, parts, strict=True)]
     more = [chr(0x100 + i) for i in range(max(widths))]
     terms = [t.replace("...", "".join(more[len(more) - n :])) for t, n in zip(terms, widths, strict=True)]
@@ -324,7 +323,6 @@ def first_tensor(node: fx.Node) -> Any:
 
 
 def computed_alike(one: Any, other: Any) -> bool:
-    """Return whether two nodes, or structures of nodes and constants, have the same value."""
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(map(computed_alike, one, other))
     if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):

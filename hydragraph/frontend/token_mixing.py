@@ -37,7 +37,7 @@ def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None
     """Raise Unsupported if a graph attends across sequences, computes over a whole batch, or pairs or shifts tokens.
 
     Args:
-        tokens: symbol of the token count, or None to allow pairs and shifts.
+        tokens: symbol of the token count; None allows pairs and shifts.
     """
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.target in ALONG_SEQUENCES:
@@ -60,7 +60,7 @@ def refuse_unproven(template: Template, tokens: str, where: str) -> None:
         raise Unsupported(f"{mixer[0]} {mixer[1]}", where=where, remedy=_remedy(mixer[0]))
 
 
-# for each operator and each argument that acts on a whole batch: the problem and the remedy
+# operator -> argument that acts on a whole batch -> problem and remedy
 _OPTIONS: Mapping[Any, Mapping[str, tuple[str, str]]] = {
     aten.embedding.default: {
         "scale_grad_by_freq": (
@@ -84,7 +84,7 @@ def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str 
 
 
 def field_of(node: fx.Node) -> str | None:
-    """Return the placeholder's name if a value is a cast or copy of a placeholder."""
+    """Return the name of the placeholder that a value casts or copies, or None."""
     while node.target in SAME:
         (node, *_) = operands(node)
     return node.name if node.op == "placeholder" else None

@@ -1,15 +1,15 @@
 """Tracking of token order through expert routing, which permutes tokens and restores their order.
 
-Examples of orders, for 3 tokens a b c with 2 experts each:
+Orders of 3 tokens a b c with 2 experts each:
 
     a b c           1                  one row per token
     a a b b c c     2                  two rows for each token, as in a flattened [T, 2]
     a b c a b c     RepeatedTokens(2)  all tokens twice, as in a flattened [2, T]
     b a c a c b     a sort             rows of an order above, sorted by a value such as the chosen expert
 
-An operator that keeps rows separate also keeps tokens separate if its operands share one order. Positions of rows
-(`RowPointers`) may only serve as indices, because positions depend on other tokens. Counts of rows per sort key
-(`histc`) may only determine where each expert's rows end.
+An operator that keeps rows separate keeps tokens separate if its operands share one order. Positions of rows
+(`RowPointers`) depend on other tokens, so they may only be indices. Counts of rows per sort key (`histc`) may only
+determine where experts' rows end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class RepeatedTokens:
-    """Order of rows that repeats the list of all tokens `number` times."""
+    """Order of rows that repeats all tokens `number` times."""
 
     number: int
 
@@ -43,14 +43,12 @@ Order = int | RepeatedTokens | fx.Node
 
 
 class TokenRows(NamedTuple):
-    """Token dimension of a value, and the order of tokens along it."""
-
     dim: int
     order: Order
 
 
 class RowPointers(NamedTuple):
-    """Index tensor whose entries are in the order `along` and point to rows in the order `to`."""
+    """Index tensor with entries in the order `along`, which point to rows in the order `to`."""
 
     along: Order
     to: Order
@@ -63,7 +61,7 @@ class Counter(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Number of rows per key of a sort or, if `ends`, the index after the last row of each key."""
+    """Number of rows per sort key or, if `ends`, the index after each key's last row."""
 
     sort: fx.Node
     ends: bool
@@ -75,7 +73,7 @@ Followed = TokenRows | RowPointers | Counter | Counts | None
 SAME = aten_operators("to.dtype to.dtype_layout to.device _to_copy clone detach contiguous lift_fresh_copy")
 _SORTS = aten_operators("sort sort.stable argsort argsort.stable")
 ARANGES = aten_operators("arange arange.start arange.start_step")
-# Operators whose second result contains indices.
+# The second result contains indices.
 _CHOICES = aten_operators("topk max.dim sort sort.stable")
 _CHOSEN = aten_operators("argmax argsort argsort.stable")
 _QUOTIENTS = aten_operators("floor_divide div.Tensor_mode")
@@ -89,7 +87,7 @@ class RoutingTracker:
         self._tokens = tokens
         # Values that depend on other tokens
         self._telling: dict[fx.Node, RowPointers | Counter | Counts] = {}
-        # For keys of rows in sorted order, the operator that sorted them
+        # Sorted keys of rows -> the operator that sorted them
         self._sorted: dict[fx.Node, fx.Node] = {}
         self._handlers: tuple[tuple[Collection[Any], Callable[[fx.Node], Followed]], ...] = (
             (SAME, self._same),
@@ -107,7 +105,7 @@ class RoutingTracker:
         )
 
     def follow(self, node: fx.Node) -> bool:
-        """Record the result of a routing node; return False for other nodes."""
+        """Record a routing node's result; return False for other nodes."""
         by_rows = self._grouped if is_grouped(node) else None
         handler = next((handler for targets, handler in self._handlers if node.target in targets), by_rows)
         result = None if handler is None else handler(node)
@@ -127,7 +125,7 @@ class RoutingTracker:
 
     def _permutation(self, value: Any) -> RowPointers | None:
         points = self._points(value)
-        # A permutation has one entry for each row of the order that it points to.
+        # A permutation has an entry for each row that it points to.
         whole = points is not None and multiple_of(shape(value)[0], self._tokens) == points.to
         return points if whole else None
 
@@ -144,7 +142,7 @@ class RoutingTracker:
     def _sort(self, node: fx.Node) -> Followed:
         first = operands(node)[0]
         points = self._permutation(first)
-        # argsort of a permutation is its inverse.
+        # argsort inverts a permutation.
         if points is not None and isinstance(value_of(node), torch.Tensor) and _ascends(node):
             return RowPointers(points.to, points.along)
         order = self._flat(first)
@@ -155,7 +153,7 @@ class RoutingTracker:
         order = self._flat(operands(sort)[0]) if isinstance(sort, fx.Node) and sort.target in _SORTS else None
         if order is None:
             return None
-        # sort returns the sorted values and their indices.
+        # sort returns values and indices.
         if part == 1:
             return RowPointers(sort, order)
         self._sorted[node] = sort
@@ -166,17 +164,17 @@ class RoutingTracker:
         return Counter(times) if times is not None and counts_up(node) else None
 
     def _quotient(self, node: fx.Node) -> Followed:
-        """Handle `positions // n`, where n divides the number of rows per token."""
+        """Handle `positions // n`, where n divides the rows per token."""
         first, by = operands(node)[:2]
         floors = node.target is aten.floor_divide.default or argument_of(node, "rounding_mode") == "floor"
         along, to = self._points(first) or (None, None)
         if along is None or not floors or type(by) is not int or type(to) is not int or by < 1 or to % by:
             return None
-        # With 2 rows per token, the rows 0 to 5, divided by 2, are the tokens 0 0 1 1 2 2.
+        # With 2 rows per token, rows 0 to 5, divided by 2, are tokens 0 0 1 1 2 2.
         return RowPointers(along, to // by)
 
     def _inverse(self, node: fx.Node) -> Followed:
-        """Handle the inversion of a permutation, which writes 0, 1, 2, ... at the permutation's entries."""
+        """Handle the inversion of a permutation, which writes 0, 1, 2, ... at its entries."""
         index: Any
         if node.target is aten.index_put.default:
             _, indices, values = operands(node)[:3]
@@ -202,7 +200,7 @@ class RoutingTracker:
         rows = self._rows.get(first)
         if points is None or rows != TokenRows(dim % len(shape(first)), points.to):
             return None
-        # Indexing a sort's operand by the sort gives its keys in sorted order.
+        # Indexing a sort's operand by the sort gives the sorted keys.
         if isinstance(points.along, fx.Node) and operands(points.along)[0] is first:
             self._sorted[node] = points.along
         return TokenRows(rows.dim, points.along)
@@ -228,7 +226,7 @@ class RoutingTracker:
         points = self._points(index)
         if points is None or self._rows.get(rows) != TokenRows(dim, points.along):
             return None
-        # index_add returns rows to the order `to`, as after experts; `into` must have that order.
+        # index_add returns rows to the order `to`, which `into` must have.
         result = TokenRows(dim, points.to)
         fits = self._rows.get(into, result) == result and multiple_of(shape(node)[dim], self._tokens) == points.to
         return result if fits else None
@@ -237,8 +235,7 @@ class RoutingTracker:
         sort = self._sorted.get(operands(node)[0])
         if sort is None or not _ascends(sort) or not _is_choice(operands(sort)[0]):
             return None
-        # One bin per key: with min 0 and max bins - 1, histc counts the keys 0 to bins - 1
-        # separately.
+        # One bin per key: with min 0 and max bins - 1, histc counts keys 0 to bins - 1 separately.
         whole = argument_of(node, "min") == 0 and argument_of(node, "max") == argument_of(node, "bins") - 1
         return Counts(sort, ends=False) if whole else None
 
@@ -252,13 +249,12 @@ class RoutingTracker:
         ends = others[0] if len(others) == 1 else None
         if not isinstance(ends, Counts) or not ends.ends or weight in self._rows or self.tells(weight):
             return None
-        # The ends separate experts only if the rows are in the order of the same sort.
+        # The ends separate experts only if the same sort ordered the rows.
         result = TokenRows(0, ends.sort)
         return result if self._rows.get(first) == result else None
 
 
 def counts_up(arange: fx.Node) -> bool:
-    """Return whether an `arange` is 0, 1, 2, ..."""
     return (argument_of(arange, "start") or 0) == 0 and (argument_of(arange, "step") or 1) == 1
 
 
@@ -288,7 +284,7 @@ def viewed(node: fx.Node, rows: Mapping[fx.Node, TokenRows], dim: int, tokens: s
     before = shape(first)
     after = shape(node)
     # here, there: rows per token before and after, e.g. 1 and 2 for [T, 2, H] to [2T, H].
-    # above, now_above: numbers of elements in the dimensions before the token dimension.
+    # above, now_above: elements in the dimensions before the token dimension.
     here = multiple_of(before[rows_before.dim], tokens)
     there = multiple_of(after[dim], tokens)
     above, now_above = _elements(before[: rows_before.dim]), _elements(after[:dim])

@@ -1,4 +1,4 @@
-"""Search for the parameters that are trainable and contribute to the loss."""
+"""Search for the trainable parameters that contribute to the loss."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from hydragraph.private.tracing import ancestors_of
 _LOG = logging.getLogger(__name__)
 _NAMED = 10
 
-# Parameter dtypes that can have fp32 master weights.
+# Dtypes that can have fp32 master weights.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Operators whose results autograd treats as constants.
 _CONSTANT = aten_operators("detach zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
 
 
 def refuse_other_dtypes(model: nn.Module) -> None:
-    """Raise Unsupported for lazy tensors, and for empty or non-floating-point parameters."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             remedy = (
@@ -58,10 +57,10 @@ def reached(graph: fx.GraphModule) -> set[fx.Node]:
 def learning(
     blocks: Sequence[Block], templates: Mapping[str, Template], parameters: Mapping[str, Parameter]
 ) -> set[str]:
-    """Return the trainable parameters that get a gradient; warn about parameters that the loss does not use."""
+    """Return the trainable parameters with a gradient; warn about parameters that the loss does not use."""
     flows = {name: reached(templates[name].graph) for name in {block.template for block in blocks}}
     names: set[str] = set()
-    # A gradient reaches a block only if the next block passes it on to its hidden input.
+    # A gradient reaches a block only through the next block's hidden input.
     for block in reversed(blocks):
         template = templates[block.template]
         flow = flows[block.template]

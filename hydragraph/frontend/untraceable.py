@@ -39,7 +39,7 @@ from hydragraph.private.hooks_and_overrides import (
 )
 from hydragraph.private.module_internals import BATCH_NORMS
 
-# Reasons and remedies for modules that compute with the whole packed row.
+# Reason and remedy for modules that compute over the packed row.
 _UNPACKED: Mapping[type[nn.Module], tuple[str, str]] = {
     nn.RNNBase: (
         "passes a state from each token of a packed row to the next, across sequences",
@@ -54,7 +54,7 @@ _UNPACKED: Mapping[type[nn.Module], tuple[str, str]] = {
 
 # An attribute of loaded weights
 _OF_TRANSFORMERS = "_is_hf_initialized"
-# Maximum number of elements; larger arrays are not compared
+# Maximum elements; larger arrays are not compared
 _LARGEST = 1 << 16
 _MOST = 256
 
@@ -97,7 +97,7 @@ def _refuse_common_memory(model: nn.Module) -> None:
         if shares_elements_with_itself(parameter):
             raise _in_common(name, "itself: it was expanded, so several elements share memory")
     places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
-    # In order of addresses, if a tensor overlaps earlier tensors, one of these is the tensor that ends last.
+    # In order of addresses, a tensor that overlaps earlier ones overlaps the one that ends last.
     end, furthest = 0, ""
     for first, after, name in sorted(places):
         if first < end and (name in learnt or furthest in learnt):
@@ -152,7 +152,7 @@ def refuse_own_backward(result: Tensor, where: str) -> None:
 @contextlib.contextmanager
 def watched(where: str, module: nn.Module) -> Iterator[None]:
     """Raise Unsupported if a forward has custom backwards or hooks, draws Python random numbers, or changes state."""
-    # Note numbers, other state and random generators, and compare them after the forward.
+    # Compare numbers, other state and random generators with those after the forward.
     random_before = _random_state()
     numbers = _numbers(module)
     places = _places_of(module)
@@ -227,7 +227,7 @@ def _state_in(place: str, value: object, seen: dict[int, object], depth: int = 4
     if isinstance(value, str | bytes | bytearray | Number | np.generic):
         yield place, repr(value)
         return
-    # The reference to `value` prevents the reuse of its id.
+    # The reference prevents the reuse of the id.
     seen[id(value)] = value
     kind = value if isinstance(value, type) else type(value)
     if isinstance(value, np.ndarray):

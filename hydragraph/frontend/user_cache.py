@@ -20,7 +20,6 @@ _LOG = logging.getLogger(__name__)
 
 
 def folder(kind: str) -> Path:
-    """Return the folder for one kind of file; the folder need not exist."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "hydragraph" / kind
 
@@ -45,7 +44,7 @@ def read_packed(path: Path, build: Callable[[bytes], Built]) -> Built | None:
 
 
 def write_packed(path: Path, data: Callable[[], object], most: int) -> None:
-    """Write data atomically if JSON can represent it, and keep at most `most` files of a kind."""
+    """Write data atomically if JSON can represent it; keep at most `most` files of this kind."""
     try:
         content = json.dumps(data(), allow_nan=False)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -59,7 +58,6 @@ def write_packed(path: Path, data: Callable[[], object], most: int) -> None:
 
 
 def evict(kind: str, most: int) -> None:
-    """Delete the least recently used files of a kind if there are more than `most`."""
     files = list(folder(kind).rglob("*"))
     if len(files) <= most:
         return
@@ -68,6 +66,6 @@ def evict(kind: str, most: int) -> None:
         with contextlib.suppress(OSError):
             if path.is_file():
                 used.append((path.stat().st_mtime, path))
-    # Keep three quarters, so that only every `most / 4`-th write has to delete files.
+    # Keep three quarters, so that only every `most / 4`-th write deletes files.
     for _, path in sorted(used)[: len(used) - most * 3 // 4]:
         path.unlink(missing_ok=True)

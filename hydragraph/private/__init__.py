@@ -1,1 +1,1 @@
-"""Access to PyTorch's unstable internals; all other packages use public names (`tests/private/test_door.py`)."""
+"""Access to PyTorch's unstable internals; other packages use public names (`tests/private/test_door.py`)."""

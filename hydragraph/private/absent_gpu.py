@@ -1,4 +1,4 @@
-"""Compilation for an absent GPU, which writes graphs' code to Inductor's cache."""
+"""Compilation for an absent GPU, which fills Inductor's cache."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from hydragraph.kernels.gpu_arch import GpuArch
 
 @dataclass(frozen=True)
 class BuiltKernel:
-    """A kernel that Inductor wrote and Triton compiled, in the first configuration that Inductor would try.
+    """Kernel that Inductor wrote and Triton compiled, in the first configuration that Inductor would try.
 
     Attributes:
-        configurations: number of configurations that autotuning on a GPU would time.
+        configurations: number of configurations that autotuning would time.
         bytes: bytes of device memory that a launch reads and writes.
     """
 
@@ -42,15 +42,12 @@ class BuiltKernel:
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch of a kernel with its source, or of a library's operator."""
-
     name: str
     source: str
 
 
 def launches(code: Any) -> list[Launch]:
-    """Return a compiled graph's launches, in the order of the generated code."""
-    # sources: kernel name -> Triton source, from async_compile.triton("name", "source") in the code
+    # sources: kernel name -> Triton source, from async_compile.triton("name", "source")
     tree = ast.parse(code.source_code)
     calls = [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     sources = {node.args[0].value: node.args[1].value for name, node in calls if name == "async_compile.triton"}
@@ -67,7 +64,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
     """Let Inductor compile for an absent GPU with a fresh cache, and store kernels by source in `kernels`.
 
     Raises:
-        Unsupported: Triton's interpreter is on, or PyTorch's CPU build finds no C++ compiler.
+        Unsupported: Triton interprets kernels, or PyTorch's CPU build finds no C++ compiler.
     """
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise Unsupported("Triton interprets kernels", where="TRITON_INTERPRET=1", remedy="unset TRITON_INTERPRET")
@@ -88,7 +85,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
     define: Any = TritonScheduling.define_kernel
     load: Any = AsyncCompile.triton
     build: Any = triton.compile
-    # Fails for CUDA if PyTorch is built for CPUs only
+    # Fails for CUDA in a CPU build of PyTorch
     look_up: Any = device_interface.get_interface_for_device
 
     def measure(scheduling: Any, source: str, nodes: Any, kernel: Any) -> Any:
@@ -97,7 +94,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
         return name
 
     def collect(compiler: Any, name: str, source: str, device_str: str = "cuda") -> Any:
-        # binaries: what Triton compiled since this kernel began, one for each configuration
+        # binaries: what Triton has compiled for this kernel, one per configuration
         binaries.clear()
         loaded = load(compiler, name, source, device_str)
         if binaries:
@@ -114,8 +111,8 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
     answers = _answers(arch)
     zeros = dict.fromkeys(("exchange_device", "maybe_exchange_device", "get_raw_stream"), _always(0))
     interface = {name: staticmethod(answer) for name, answer in {**answers, **zeros}.items()}
-    # replaced: object -> {attribute: replacement}, so that each question about the GPU is answered,
-    #   and the binary is kept instead of loaded onto a device
+    # replaced: object -> {attribute: replacement}, to answer questions about the GPU, and to keep
+    # the binary instead of loading it onto a device
     replaced: dict[Any, dict[str, Any]] = {
         torch.cuda: answers,
         torch._C: {"_cuda_getCurrentRawStream": _always(0)},
@@ -138,7 +135,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
         entered.enter_context(config.patch(compile_threads=1))
         entered.enter_context(fresh_cache())
         entered.enter_context(mock.patch.object(CacheBase, "get_system", staticmethod(_system(arch.name))))
-        # `create` caches devices' properties, so it is cleared before and after: they must not mix.
+        # `create` caches devices' properties, which must not mix: clear it before and after.
         create.cache_clear()
         entered.callback(create.cache_clear)
         yield

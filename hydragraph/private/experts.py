@@ -1,4 +1,4 @@
-"""Traceable backward for transformers' grouped matrix product, because transformers up to 5.20 has none."""
+"""Traceable backward for transformers' grouped matrix product; transformers up to 5.20 has none."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 @torch.library.custom_op("hydragraph::grouped_mm_backward", mutates_args=())
 def grouped_mm_backward(rows: Tensor, weight: Tensor, ends: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `rows` and `weight`, for T rows, E experts, I inputs and O outputs.
+    """Return the gradients of `rows` and `weight`.
 
     Args:
-        rows: [T, I], grouped by expert.
-        weight: [E, I, O].
-        ends: [E], index after each expert's last row.
-        gradient: [T, O].
+        rows: [tokens, inputs], grouped by expert.
+        weight: [experts, inputs, outputs].
+        ends: [experts], index after each expert's last row.
+        gradient: [tokens, outputs].
     """
     of_rows = torch.zeros_like(rows)
     of_weight = torch.zeros_like(weight)
-    # rows [start, end) belong to the expert; an expert without rows keeps gradients of 0
+    # rows [start, end) belong to the expert; without rows, its gradients stay 0
     start = 0
     for expert, end in enumerate(ends.tolist()):
         torch.mm(gradient[start:end], weight[expert].T, out=of_rows[start:end])

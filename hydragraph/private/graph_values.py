@@ -1,6 +1,6 @@
 """Conversion of a graph's values (fake tensors and symbolic sizes) to plain data and back.
 
-A size is a number, or an expression over the graph's symbols "s0", "s1", ..., such as "2*s0".
+A size is a number or an expression over symbols, such as "2*s0".
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def storage_of(value: Tensor) -> int:
 
 @dataclass
 class ValueEncoder:
-    """Encoder of the values of one trace; symbols and storages are numbered in order of appearance."""
+    """Encoder of one trace's values; symbols and storages are numbered in order of appearance."""
 
     hints: list[int] = field(default_factory=list)
     _symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
-    # Caches the texts of expressions, because printing an expression is slow.
+    # Texts of expressions, which are slow to print.
     _texts: dict[sympy.Expr, str] = field(default_factory=dict)
     _storages: dict[int, int] = field(default_factory=dict)
 
@@ -45,7 +45,7 @@ class ValueEncoder:
         """Return a node's value as data; None for unneeded values, such as symbolic floats.
 
         Args:
-            storages: identifiers of the tensors' storages, in order, to use instead of actual identifiers.
+            storages: identifiers of the tensors' storages, in order, to use instead of the actual ones.
 
         Raises:
             ValueError: a size depends on a tensor's values.
@@ -53,7 +53,7 @@ class ValueEncoder:
         storage_ids = iter(storages)
         if isinstance(value, Tensor):
             number = next(storage_ids, None)
-            # Tensors with one storage get one number, which tells that they alias.
+            # Tensors with one storage get one number, which shows aliases.
             storage = self._storages.setdefault(storage_of(value) if number is None else number, len(self._storages))
             shape, strides = ([self._size(s) for s in sizes] for sizes in (value.shape, value.stride()))
             return ["tensor", str(value.dtype).removeprefix("torch."), str(value.device), shape, strides, storage]
@@ -68,7 +68,7 @@ class ValueEncoder:
         if expression in self._texts:
             return self._texts[expression]
         for symbol in sorted(expression.free_symbols - self._symbols.keys(), key=str):
-            # A symbol without a hint comes from a tensor's values, and has no size at capture.
+            # A symbol without a hint comes from a tensor's values: it has no size at capture.
             symint = size.node.shape_env.create_symintnode(symbol, hint=None)
             if symint.node.hint is None:
                 raise ValueError("a graph has a size that depends on a tensor's values, such as the size of x[mask]")
@@ -79,8 +79,6 @@ class ValueEncoder:
 
 
 class ValueDecoder:
-    """Decoder of encoded values into a new trace."""
-
     def __init__(self, hints: Sequence[int]) -> None:
         self._hints = hints
         self._known: dict[str, Any] = {}
@@ -104,7 +102,6 @@ class ValueDecoder:
         return self._tensors[form]
 
     def forms(self, data: Data) -> list[TensorForm]:
-        """Return the dtypes and sizes of a value's tensors, without creating the tensors."""
         if not isinstance(data, list):
             return []
         if data[0] == "list":
@@ -132,7 +129,7 @@ _LONGEST = 500
 
 
 def size_of(size: object, hints: Sequence[int]) -> int:
-    """Return the value of an unvalidated size in the trace; raise ValueError for invalid sizes."""
+    """Return the value of an untrusted size in the trace; raise ValueError if the size is invalid."""
     if isinstance(size, str):
         numbers = {f"s{i}": hint for i, hint in enumerate(hints)}
         try:
@@ -157,7 +154,6 @@ class TensorForm(NamedTuple):
 
 
 def form_in(data: Data) -> TensorForm | None:
-    """Return the dtype and sizes of an encoded tensor; None for other values."""
     if not isinstance(data, list) or data[0] != "tensor":
         return None
     return TensorForm(getattr(torch, data[1]), tuple(data[3]))
@@ -170,7 +166,7 @@ def storages(data: Data) -> list[int]:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Return a power; reject large exponents, because evaluating untrusted text must take bounded time."""
+    """Return a power; reject large exponents, to bound the time of evaluating untrusted text."""
     if not isinstance(exponent, int) or not 0 <= exponent <= 4 or (isinstance(base, int) and base > LARGEST_SIZE):
         raise ValueError(f"a stored graph has the unsupported size ({base})**{exponent}: capture the model again")
     return base**exponent

@@ -31,7 +31,7 @@ _READS = (
     (torch.SymInt, "__int__"),
     (torch.SymInt, "__bool__"),
 )
-# Transformers' hooks that only record outputs.
+# Transformers' hooks that only record.
 _HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 
 
@@ -42,7 +42,6 @@ def _hooks(owner: Any, tables: dict[str, str], prefix: str = "") -> Iterator[tup
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the kind and function of each hook of a module, except hooks in `_HARMLESS`."""
     for kind, hook in _hooks(module, _OF_MODULES):
         if not isinstance(hook, WeightNorm) and getattr(hook, "__module__", "") not in _HARMLESS:
             yield kind, hook
@@ -79,8 +78,8 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
     def hook(*_: Any, **__: Any) -> Any:
         raise refuse("a gradient hook on a tensor, which is not traced", "remove the hook from forward")
 
-    # A trace raises an error if a value is read. A model may catch it and take another branch, so
-    # reads from the user's code are remembered and refused at the end.
+    # Reading a value fails in a trace. A model may catch the error and take another branch, so
+    # remember reads by the user's code, and refuse them at the end.
     caught: list[str] = []
 
     def remembered(owner: Any, name: str) -> Any:
@@ -113,7 +112,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
     grad_fn: Any = torch._C.TensorBase.grad_fn
 
     def node_of(tensor: Tensor) -> Any:
-        # PyTorch's own code gets the real node; other code could register hooks on it.
+        # PyTorch's own code gets the real node; others could register hooks on it.
         node = grad_fn.__get__(tensor)
         asking = sys._getframe(1).f_globals.get("__name__", "")
         return node if node is None or asking.partition(".")[0] == "torch" else _HookedNode(node, hook)
@@ -124,7 +123,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
     with (
         refused_if(torch.autocast, enter, lambda region: region._enabled, "a torch.autocast region", cast),
         refused_if(torch, "set_autocast_enabled", switches_on, "torch.set_autocast_enabled", cast),
-        # PyTorch's own subclasses of saved_tensors_hooks return the values unchanged.
+        # PyTorch's subclasses of saved_tensors_hooks return values unchanged.
         refused_if(saved_tensors_hooks, enter, lambda region: type(region) is saved_tensors_hooks, saved, unhook),
         refused_if(torch.inference_mode, enter, lambda region: region.mode, inference, "use torch.no_grad()"),
         mock.patch.object(Tensor, "grad_fn", property(node_of), create=True),
@@ -142,7 +141,6 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
 
 
 def own_backward_refused(name: str) -> tuple[str, str]:
-    """Return a description of a rejected torch.autograd.Function, and the remedy."""
     remedy = "use operators with this gradient in forward (x + (y - x).detach() has y's value and x's gradient)"
     return f"torch.autograd.Function {name}, whose backward is not traced", remedy
 
@@ -156,7 +154,7 @@ def own_backward_of(result: Tensor) -> str | None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        # Only nodes of Python's autograd functions have this attribute, which names the function.
+        # Only nodes of Python's autograd functions have this attribute, the function.
         kind = getattr(type(node), "_forward_cls", None)
         if kind is not None and not _is_of_torch(kind):
             return str(kind.__qualname__)
@@ -181,7 +179,7 @@ class _HookedNode:
 
 
 def own_functions_of(tensor: Tensor) -> str | None:
-    """Return the name of a tensor's class if the class overrides operators, else None."""
+    """Return the name of a tensor's class if it overrides operators, else None."""
     plain = (torch._C._disabled_torch_function_impl, getattr(Tensor.__torch_function__, "__func__", None))
     kind = type(tensor)
     function = inspect.getattr_static(kind, "__torch_function__")
@@ -190,12 +188,11 @@ def own_functions_of(tensor: Tensor) -> str | None:
 
 
 def shares_elements_with_itself(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor share memory, as after `expand`."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int] | None:
-    """Return the addresses of a tensor's first byte and after its last byte, or None without memory."""
+    """Return the addresses of a tensor's first byte and after its last byte; None without memory."""
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     # [2, 3] with strides (3, 1): reach = 1 * 3 + 2 * 1 + 1 = 6 elements
@@ -215,5 +212,5 @@ def number_of_tensor_hooks(tensor: Any) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a tensor's counter of in-place changes, except changes through `tensor.data`; -1 in inference mode."""
+    """Return a tensor's count of in-place changes, except changes through `tensor.data`; -1 in inference mode."""
     return -1 if tensor.is_inference() else tensor._version

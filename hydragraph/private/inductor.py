@@ -17,16 +17,15 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
 from hydragraph.kernels.triton_jit import why_not
 from hydragraph.private.tracing import hint_of, new_symbol
 
-# Smallest value of a symbol, because Inductor specializes 0 and 1
+# Smallest value of a symbol: Inductor specializes 0 and 1
 LEAST = 2
 
-# This function empties the list that it receives
+# Empties the list that it receives
 Code = Callable[[list[Any]], Sequence[Any]]
 Condition = Callable[[Sequence[int]], bool]  # takes sizes
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Describe the compiler that Inductor needs for a device but cannot find, or return None."""
     if device.type == "cuda":
         major = torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 7
         return why_not(device) or (None if major >= 7 else "Triton does not support GPUs this old")
@@ -41,7 +40,6 @@ def missing_compiler(device: torch.device) -> str | None:
 
 
 def fake_like(value: Tensor, device: torch.device, strides: Sequence[int] | None = None) -> Tensor:
-    """Return a fake tensor with a value's shape and dtype, contiguous unless strides are given."""
     assert isinstance(value, FakeTensor)
     with value.fake_mode:
         if strides is None:
@@ -65,15 +63,15 @@ def symbols_of(values: Iterable[object]) -> list[sympy.Symbol]:
 
 
 def sources(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, int | None, int]]:
-    """For each symbol, return a value that determines its size, as (index of the value, dimension, factor).
+    """For each symbol, return a value that determines it: (index of the value, dimension, factor).
 
-    The symbol is the dimension's size divided by the factor. The dimension is None for a SymInt value.
+    The symbol is the dimension's size divided by the factor. The dimension is None for a SymInt.
     """
     places: dict[sympy.Symbol, tuple[int, int | None, int]] = {}
     for index, value in enumerate(values):
         dims = [(None, value)] if isinstance(value, torch.SymInt) else list(enumerate(getattr(value, "shape", ())))
         for dim, size in dims:
-            # size 2*s0 in dimension 1 of value 3: s0 -> (3, 1, 2); the smallest factor is preferred
+            # size 2*s0 in dimension 1 of value 3: s0 -> (3, 1, 2); small factors are preferred
             factor, symbol = size.node.expr.as_coeff_Mul() if isinstance(size, torch.SymInt) else (0, None)
             if isinstance(symbol, sympy.Symbol) and (symbol not in places or factor < places[symbol][2]):
                 places[symbol] = (index, dim, int(factor))
@@ -115,12 +113,11 @@ class _Trace:
 def compile_graph(
     graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any], hints: Mapping[sympy.Symbol, int]
 ) -> tuple[Code, Condition] | None:
-    """Compile a functional graph with symbolic sizes; return None if strides of outputs would change.
+    """Compile a functional graph with symbolic sizes; return None if outputs' strides would change.
 
     Args:
         inputs, outputs: fake values, from any trace.
-        hints: size of each symbol for which the code is tuned. The compiled code's first arguments are the symbols, in
-            this order.
+        hints: size of each symbol, for tuning. The code's first arguments are the symbols in this order.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -131,10 +128,10 @@ def compile_graph(
     fakes = [trace.fake(value) for value in inputs]
     traced = _decompose(graph, sizes, fakes, trace.mode)
     for result, output in zip(traced.graph.output_node().args[0], outputs, strict=True):
-        # Graphs that take these outputs rely on their strides in the captured graph.
+        # Users of these outputs rely on their strides in the captured graph.
         if isinstance(output, Tensor) and str(result.meta["val"].stride()) != str(trace.fake(output).stride()):
             return None
-    # Several ranks compile simultaneously, so each uses one thread.
+    # Ranks compile simultaneously, so each uses one thread.
     alone = {"compile_threads": 1} if all(v.device.type == "cpu" for v in fakes if isinstance(v, Tensor)) else {}
     with tracing(TracingContext(trace.mode)), config.patch(alone):
         code = compile_fx_inner(traced, [*sizes, *fakes], cudagraphs=BoxedBool(False), is_inference=True)
@@ -155,6 +152,6 @@ def _decompose(graph: fx.GraphModule, sizes: list, inputs: list, mode: FakeTenso
 
 
 def _condition(guards: str | None) -> Condition:
-    # guards: a Python expression over L['t0'], L['t1'], ...: the sizes, in the order of `hints`
+    # guards: expression over L['t0'], L['t1'], ...: the sizes, in the order of `hints`
     code = compile(guards or "True", "<what Inductor assumed>", "eval")
     return lambda sizes: bool(eval(code, SYMPY_INTERP, {"L": {f"t{i}": size for i, size in enumerate(sizes)}}))

@@ -1,4 +1,4 @@
-"""Internal attributes and internal classes of modules."""
+"""Internal attributes and classes of modules."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._Instanc
 
 
 def graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """Return a graph module that generates its code when the code is read or first called."""
+    """Return a graph module that generates code when it is read or first called."""
     return _LazyGraphModule(root, graph)
 
 
 def table_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's writable table of children."""
     return module._modules
 
 
 def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return a module's tables of parameters, buffers and children."""
     own = module.__dict__
     return own["_parameters"], own["_buffers"], own["_modules"]
 

@@ -1,4 +1,4 @@
-"""Operators registered with PyTorch: properties, arguments and results."""
+"""Properties, arguments and results of operators registered with PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKETS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 def aten_operators(names: str) -> frozenset[Any]:
-    """Return PyTorch operators by name, such as "mean.dim"; a name without overload means "default"."""
+    """Return PyTorch operators by name, such as "mean.dim", or "mm" for "mm.default"."""
     parts = (name.partition(".") for name in names.split())
     return frozenset(getattr(getattr(torch.ops.aten, name), overload or "default") for name, _, overload in parts)
 
@@ -22,7 +22,7 @@ class OperatorArgument(NamedTuple):
     """Argument of a call.
 
     Attributes:
-        aliased: whether the operator writes into the argument or can return its memory.
+        aliased: whether the operator writes into the argument or may return its memory.
     """
 
     name: str
@@ -35,9 +35,9 @@ class Signature(NamedTuple):
     """Signature of an operator.
 
     Attributes:
-        names: names of the arguments; arguments from index `positional` on are keyword-only.
-        types: types in PyTorch's schema, such as "Tensor", "Optional[int]" or "List[int]".
-        pure: whether the operator leaves all arguments unchanged.
+        names: names of the arguments, which are keyword-only from index `positional` on.
+        types: types in PyTorch's schema, such as "Optional[int]".
+        pure: whether the operator leaves arguments unchanged.
     """
 
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ def signature_of(target: object) -> Signature:
 
 
 def transforms_functions(target: object) -> bool:
-    """Return whether an operator takes functions (torch.cond), or is part of a transformation (torch.vmap)."""
+    """Return whether an operator takes functions (torch.cond) or belongs to a transformation (torch.vmap)."""
     return isinstance(target, torch._ops.HigherOrderOperator) or "_functorch" in getattr(target, "__module__", "")
 
 
@@ -82,8 +82,7 @@ def has_tag(target: object, *tags: torch.Tag) -> bool:
 def arguments_of(node: fx.Node) -> Iterator[OperatorArgument]:
     if isinstance(node.target, torch._ops.OpOverload):
         for i, argument in enumerate(node.target._schema.arguments):
-            # Arguments may be given by position or by name; those that are
-            # not given keep their defaults.
+            # Arguments may be given by position or name, or keep their defaults.
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             if i < len(node.args) or argument.name in node.kwargs:
                 alias = argument.alias_info
@@ -91,7 +90,7 @@ def arguments_of(node: fx.Node) -> Iterator[OperatorArgument]:
 
 
 def argument_of(node: fx.Node, *names: str) -> Any:
-    """Return the value or the default of the first argument with one of these names, else None."""
+    """Return the value or default of the first argument with one of these names, else None."""
     if isinstance(node.target, torch._ops.OpOverload):
         for i, argument in enumerate(node.target._schema.arguments):
             if argument.name in names:

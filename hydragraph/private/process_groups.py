@@ -12,16 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# Maximum multiprocessors for background traffic; NCCL's own maximum is 32.
+# Maximum multiprocessors for background traffic; NCCL's maximum is 32.
 _BACKGROUND_CTAS = 16
 
 
 def drop_all() -> None:
-    """Release all process groups without waiting.
-
-    The names of new groups are numbered from 0 again, so that all ranks use the same names.
-    """
-    # Hold references, so that the destructors run in the thread of `drop`, not here.
+    """Release all process groups without waiting; name new groups from 0 again, so that ranks use equal names."""
+    # Hold references: the destructors must run in the thread of `drop`.
     groups = list(distributed_c10d._world.pg_names)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -30,7 +27,7 @@ def drop_all() -> None:
 
 
 def drop(groups: list[Any]) -> None:
-    """Clear the list, and release its process groups in a thread, because gloo's destructor blocks."""
+    """Clear the list, and release its groups in a thread, because gloo's destructor blocks."""
     kept = list(groups)
     groups.clear()
 
@@ -53,11 +50,7 @@ def unbound() -> Iterator[None]:
 
 
 def nccl_options(timeout: timedelta, urgent: bool) -> Any:
-    """Return options for NCCL communicators, if PyTorch has NCCL.
-
-    Args:
-        urgent: whether computation waits for the traffic.
-    """
+    """Return options for NCCL communicators, if PyTorch has NCCL; computation waits for `urgent` traffic."""
     if not dist.is_nccl_available():
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
@@ -68,7 +61,7 @@ def nccl_options(timeout: timedelta, urgent: bool) -> Any:
 
 
 def abort_together(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Abort NCCL communicators as one NCCL group, because separate aborts can deadlock (PyTorch issue 119797)."""
+    """Abort communicators as one NCCL group; separate aborts can deadlock (PyTorch issue 119797)."""
     leader = _nccl_of(groups[0]) if groups else None
     if leader is not None:
         leader._group_start()
@@ -89,7 +82,7 @@ def _nccl_of(group: dist.ProcessGroup) -> Any:
 
 
 def nvlink_peers(gpu: int) -> set[int]:
-    """Return the numbers of GPUs that NVLink connects to a GPU, or an empty set if unknown."""
+    """Return the numbers of the GPUs that NVLink connects to a GPU; empty if unknown."""
     try:
         found = torch._C._distributed_c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink")
     except (AttributeError, RuntimeError):

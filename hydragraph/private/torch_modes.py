@@ -37,6 +37,5 @@ def own_modes(where: str) -> Iterator[None]:
 
 
 def untouched() -> bool:
-    """Return whether no mode is active, and dtype and device are the defaults."""
     modes = torch.is_inference_mode_enabled() or not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
     return not modes and torch.get_default_dtype() is torch.float32 and torch.get_default_device().type == "cpu"

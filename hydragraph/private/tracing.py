@@ -30,13 +30,13 @@ from hydragraph.private.module_internals import graph_module
 from hydragraph.private.operator_schemas import aten_operators, has_tag
 
 _CASTS = aten_operators("_to_copy to.dtype to.device to.dtype_layout")
-# PyTorch inserts `detach` up to version 2.13, and `alias` in later versions
+# PyTorch inserts `detach` up to version 2.13, later `alias`
 _ALIASES = aten_operators("detach alias")
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Graph input; strings in `shape` are names of run-time sizes."""
+    """Graph input; strings in `shape` name run-time sizes."""
 
     shape: tuple[int | str, ...]
     dtype: torch.dtype
@@ -48,7 +48,7 @@ def hint_of(size: int | torch.SymInt) -> int:
 
 
 def size_at(size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
-    """Return the value of a size for given values of its symbols; symbols without a value are set to 7."""
+    """Return the value of a size for given values of its symbols, which default to 7."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr
@@ -56,7 +56,7 @@ def size_at(size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
 
 
 def assumptions(values: Iterable[object]) -> list[str]:
-    """Return the assumptions of a trace: equalities of symbols, and decisions on sizes."""
+    """Return a trace's assumptions: equalities of symbols, and decisions on sizes."""
     fakes = (v.fake_mode for v in values if isinstance(v, FakeTensor))
     env = next((mode.shape_env for mode in fakes if mode.shape_env is not None), None)
     if env is None:
@@ -66,13 +66,12 @@ def assumptions(values: Iterable[object]) -> list[str]:
 
 
 def _same_for_all(decision: Any) -> bool:
-    """Return whether a decision holds for all sizes of at least 3, tested on a large sample."""
+    """Return whether a decision holds for a large sample of sizes from 3."""
     # named: numbers in the decision, such as 64 in s0 < 64, near which its truth may change
     named = {abs(int(n)) for n in decision.atoms(sympy.Integer)}
     near = {a // b + d for a in named for b in {1, *named} - {0} for d in (-1, 0, 1)}
     tried = {*range(3, 65), *(2**k + d for k in range(2, 24) for d in (-1, 0, 1)), *near}
-    # Different symbols get different values, so that equalities between
-    # symbols are not taken for granted.
+    # Different symbols get different values, to reject equalities between symbols.
     symbols = sorted(decision.free_symbols, key=str)
     return all(decision.subs({s: n + 7 * i for i, s in enumerate(symbols)}) == True for n in tried if n > 2)  # noqa: E712
 
@@ -91,13 +90,11 @@ def is_counted(size: int | torch.SymInt) -> bool:
 
 
 def is_one_less(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
-    """Return whether a size is another size minus 1 for all values of the symbols."""
     sizes = [each.node.expr if isinstance(each, torch.SymInt) else each for each in (size, other)]
     return bool(sympy.simplify(sizes[1] - sizes[0]) == 1)
 
 
 def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
-    """Return n if a size is n times a symbol, else None."""
     if symbol_name(size) is None:
         return None
     expression = size.node.expr
@@ -123,10 +120,10 @@ def untraced() -> Iterator[None]:
 
 
 def constant_of(value: torch.Tensor) -> float | None:
-    """Return the fill value of a traced constant tensor, even after casts; None for other tensors."""
+    """Return a traced constant's fill value, even after casts; None for other tensors."""
     mode = get_proxy_mode()
     proxy: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
-    # Follow the casts back to the operator that filled the tensor.
+    # Follow casts back to the operator that filled the tensor.
     node = getattr(getattr(proxy, "proxy", None), "node", None)
     while node is not None and node.target in _CASTS:
         node = node.args[0]
@@ -139,12 +136,12 @@ def constant_of(value: torch.Tensor) -> float | None:
 
 @contextlib.contextmanager
 def one_pass() -> Iterator[None]:
-    """Trace without cached fake results, garbage collection and stack traces, which take a third of the time."""
+    """Trace without caching, garbage collection and stack traces, which take a third of the time."""
     # Imports the compiler
     from torch._dynamo import config
 
     collects = gc.isenabled()
-    # PyTorch 2.11 does not have this attribute
+    # Missing in PyTorch 2.11
     traces = getattr(fx_config, "do_not_emit_stack_traces", False)
     gc.disable()
     fx_config.do_not_emit_stack_traces = True
@@ -159,11 +156,11 @@ def one_pass() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _any_convolution() -> Iterator[None]:
-    """Trace convolutions without guards from PyTorch's kernel choice; all kernels return the same layout."""
+    """Trace convolutions without guards from PyTorch's kernel choice; all kernels return one layout."""
     choose: Any = torch._C._select_conv_backend
 
     def chosen(*arguments: Any, **options: Any) -> Any:
-        # The choice asks about sizes, and each answer would become a guard that limits the trace.
+        # The choice asks about sizes; each answer would become a guard.
         rows = arguments[0] if arguments else options["input"]
         environments = [size.node.shape_env for size in rows.shape if isinstance(size, torch.SymInt)]
         with environments[0].suppress_guards() if environments else contextlib.nullcontext():
@@ -175,8 +172,8 @@ def _any_convolution() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence logs and graphs that torch.export writes to stderr before raising an exception."""
-    # This import loads much of the compiler
+    """Silence the logs and graphs that torch.export writes to stderr before it raises an exception."""
+    # Imports much of the compiler
     from torch.export import _trace
 
     with (
@@ -189,7 +186,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def decided() -> Iterator[None]:
-    """During tracing, evaluate conditions on sizes, which torch.export would postpone.
+    """Evaluate conditions on sizes during tracing, which torch.export would postpone.
 
     A postponed condition leaves min(64, 64 * T) in a view's strides, or makes attention reject `is_causal=T > 1`.
     """
@@ -208,7 +205,7 @@ def decided() -> Iterator[None]:
 
 
 class _Lists(TorchFunctionMode):
-    """Mode that converts x[..., [-2], :] to a slice, because index tensors have no values on the meta device."""
+    """Convert x[..., [-2], :] to a slice, because meta index tensors have no values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
@@ -218,13 +215,13 @@ class _Lists(TorchFunctionMode):
 
 def _one_place(index: Any) -> Any:
     alone = isinstance(index, list) and len(index) == 1 and type(index[0]) is int
-    # [-2] -> slice(-2, -1), and [-1] -> slice(-1, None), since slice(-1, 0) is empty
+    # [-2] -> slice(-2, -1), but [-1] -> slice(-1, None): slice(-1, 0) is empty
     return slice(index[0], index[0] + 1 or None) if alone else index
 
 
 @contextlib.contextmanager
 def code_when_called() -> Iterator[None]:
-    """Make PyTorch's passes generate the code of a graph only on the graph's first call."""
+    """Make PyTorch's passes generate a graph's code only when the graph is first called."""
     with _use_lazy_graph_module(True):
         yield
 
@@ -239,7 +236,7 @@ def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
 
     dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     source = ConstantSource(f"size_{number}")
-    # A stack trace would import Inductor.
+    # Stack traces would import Inductor.
     with mock.patch.object(mode.shape_env, "_get_stack_summary", summary):
         seed = mode.from_tensor(torch.empty(hint, device="meta"), symbolic_context=dynamic, source=source)
     size = seed.shape[0]
@@ -251,12 +248,11 @@ def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
 def meta_as_cpu() -> Iterator[None]:
     """Make the meta device behave like the CPU.
 
-    Rotary embeddings of transformers ask whether the meta device autocasts, and PyTorch's meta kernel of nll_loss
-    returns wrong shapes (seen in 2.13).
+    Transformers' rotary embeddings ask whether it autocasts; its nll_loss returns wrong shapes (in PyTorch 2.13).
     """
     asked = torch.is_autocast_enabled
     loss = torch.ops.aten.nll_loss.default
-    # PyTorch caches the kernel of each dispatch key, so the cache is cleared after every change.
+    # PyTorch caches kernels by dispatch key: clear this after every change.
     kernel = loss.py_kernels.pop(torch._C.DispatchKey.Meta, None)
     loss._dispatch_cache.clear()
 
@@ -291,14 +287,13 @@ def _fake_inputs(mode: FakeTensorMode, specs: Sequence[TensorSpec], hints: dict[
 def trace_joint(
     graph: fx.GraphModule, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], hints: dict[str, int]
 ) -> tuple[fx.GraphModule, list]:
-    """Trace the forward and backward of a graph into one joint graph.
+    """Trace a graph's forward and backward into one joint graph.
 
-    The inputs of the joint graph are `primals_*` and `tangents_*`; its outputs are the graph's outputs, then the
-    gradients. Gradients of unused or non-differentiable inputs are None.
+    Its inputs are `primals_*` and `tangents_*`; its outputs are the graph's outputs, then the gradients. Gradients of
+    unused or non-differentiable inputs are None.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    # The gradient of each output has the output's shape, so tangents are
-    # made from the outputs' specs.
+    # Each output's gradient has its shape, so tangents are made from the outputs' specs.
     fakes = _fake_inputs(mode, [*inputs, *outputs], hints)
     primals = fakes[: len(inputs)]
     tangents = fakes[len(inputs) :]
@@ -306,7 +301,7 @@ def trace_joint(
 
     def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> list:
         results = list(fx.Interpreter(graph).run(*primals))
-        # Only differentiable outputs start the backward; a graph without any has no gradients.
+        # Only differentiable outputs start the backward; a graph may have none.
         ends = [i for i, result in enumerate(results) if result.requires_grad]
         if not ends:
             return [*results, *[None] * len(primals)]
@@ -315,11 +310,10 @@ def trace_joint(
         gradients = dict(zip(learning, computed, strict=True))
         return [*results, *map(gradients.get, range(len(primals)))]
 
-    # Python's dispatcher keeps sizes of composite operators symbolic.
+    # Python's dispatcher keeps composite operators' sizes symbolic.
     with mode, enable_python_dispatcher():
         traced = make_fx(joint)(primals, tangents)
-        # The partitioner needs a graph without in-place operators. It is
-        # traced again only if it has some.
+        # The partitioner needs a graph without in-place operators.
         if any(writes(n) for n in traced.graph.nodes):
             traced = _functional(traced, primals, tangents)
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
@@ -349,17 +343,17 @@ def _functional(graph: fx.GraphModule, *arguments: list[torch.Tensor]) -> fx.Gra
 def partition(
     joint: fx.GraphModule, inputs: list, outputs: int, partitioner: str = "min_cut"
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph into forward and backward; forward outputs beyond the first `outputs` are saved values."""
+    """Split a joint graph into forward and backward; forward outputs from `outputs` on are saved values."""
     _drop_repeats(joint.graph)
     results = joint.graph.output_node().args[0]
-    # The default partitioner requires this
+    # For the default partitioner
     for node in ancestors_of(results[:outputs]):
         node.meta["partitioner_tag"] = "is_forward"
-    # This import loads much of Inductor.
+    # Imports much of Inductor.
     from functorch.compile import default_partition, min_cut_rematerialization_partition
 
     cut = {"min_cut": min_cut_rematerialization_partition, "default": default_partition}[partitioner]
-    # `_drop_repeats` replaces Inductor's CSE, which would import its pattern matcher.
+    # `_drop_repeats` replaces Inductor's CSE, which imports its pattern matcher.
     with torch._functorch.config.patch(cse=False):
         return cut(joint, inputs, num_fwd_outputs=outputs)
 
@@ -389,7 +383,7 @@ def _memory(node: fx.Node) -> list[int]:
 
 
 def draws(node: fx.Node) -> bool:
-    """Return whether the result of an operator differs between calls."""
+    """Return whether an operator's result differs between calls."""
     return has_tag(node.target, torch.Tag.nondeterministic_seeded) or "empty" in str(node.target)
 
 
@@ -408,8 +402,8 @@ def recompute(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph like `partition`, but save only the graph's inputs and the values in `saved`."""
     results = list(joint.graph.output_node().args[0])
-    # The backward recomputes what it needs from the graph's inputs and `saved`. The forward then
-    # returns, after its outputs, the values that the backward takes.
+    # The backward recomputes what it needs from the inputs and `saved`. After its outputs, the
+    # forward returns the values that the backward takes.
     backward = _part(joint, results[outputs:], "", saved)
     needed = {n.name for n in backward.graph.nodes if n.op == "placeholder"}
     values = [n for n in joint.graph.nodes if n.name in needed and not n.name.startswith("tangents")]
@@ -435,7 +429,7 @@ def subgraph(
     """Return a graph of `nodes`, in this order, that returns `results`.
 
     Args:
-        inputs: nodes that are replaced, each with the name of its placeholder.
+        inputs: nodes that become placeholders, with the placeholders' names.
     """
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
@@ -452,7 +446,7 @@ def subgraph(
 def ancestors_of(
     results: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: node.op != "placeholder"
 ) -> set[fx.Node]:
-    """Return the results and all nodes on which the results depend, restricted to nodes that `through` accepts."""
+    """Return the results and the nodes on which they depend, as far as `through` accepts them."""
     pending = list(results)
     ancestors: set[fx.Node] = set()
     while pending:

@@ -1,4 +1,4 @@
-"""Execution of the numeric check on one rank per host."""
+"""Numeric check on one rank per host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _latest: list[Variants] = []
 
 
 def mode_of(asked: str | bool) -> str:
-    """Return a check mode, or raise ValueError. False means "off", because YAML reads `off` as False."""
+    """Return a check mode, or raise ValueError; False means "off", because YAML reads `off` as False."""
     mode = "off" if asked is False else asked
     if mode not in MODES:
         raise ValueError(f"'check' is {asked!r}: use one of {', '.join(map(repr, MODES))}")
@@ -45,7 +45,7 @@ def check_here(subject: CheckedModel, asked: str | bool) -> str:
 
 
 def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> None:
-    """Check a program on one rank per host; all ranks must call this, and raise if any check fails."""
+    """Check on one rank per host; all ranks must call this, and all raise if any check fails."""
     if mode_of(asked) == "off":
         return
     own: Exception | None = None
@@ -57,7 +57,7 @@ def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> No
         except Exception as error:
             # `error` may not be picklable
             own = RuntimeError(f"check: {type(error).__name__}: {error}")
-    # All ranks take part in the gather before any raises, so none waits for a rank that left.
+    # All ranks take part in the gather before any raises.
     for failure in (own, *world.gather(own)):
         if failure is not None:
             raise failure

@@ -1,4 +1,4 @@
-"""Execution of a model and of its captured graphs, to compare their results."""
+"""Execution of a model and its captured graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hydragraph.ir.placeholders import DROPOUT_BLOCK
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.differentiate import Variant, saved_names
 
-# Factor for the head's parameters, and factor for the hidden states
+# Factors for the head's parameters and for hidden states
 _SCALES = ((1, 1e2), (1, 1e4), (1e2, 1e4))
 
 
@@ -76,11 +76,7 @@ def _widened(batch: Mapping[str, Tensor], wide: torch.dtype | None) -> dict[str,
 
 @dataclass(frozen=True)
 class CapturedBatch:
-    """Packed batch and a program's tensors, as inputs of the program's graphs.
-
-    Attributes:
-        tensors: parameters and buffers, by name.
-    """
+    """Packed batch, and a program's parameters and buffers, as inputs of its graphs."""
 
     program: Program
     tensors: Mapping[str, Tensor]
@@ -100,7 +96,6 @@ class CapturedBatch:
         return outputs
 
     def inputs(self, block: Block) -> dict[str, Any]:
-        """Return a block's inputs: fields, shared inputs, and those parameters and buffers that are in `tensors`."""
         others = [n for n in self.program.templates[block.template].inputs if n.startswith("other.")]
         fed = {n: self._aux[i] for n, i in zip(others, block.aux, strict=True)}
         own = {n: self.tensors[c] for n, c in _local(self.program, block).items() if c in self.tensors}
@@ -108,14 +103,14 @@ class CapturedBatch:
 
 
 def add_captured(batch: CapturedBatch, ran: Sequence[tuple[Block, Variant]], sums: dict[str, Tensor]) -> Tensor:
-    """Run the forwards and backwards of blocks on a packed batch; return the summed loss.
+    """Run forwards and backwards of blocks; return the summed loss.
 
     Args:
         ran: the first block, some middle blocks and the last block, each with its variant.
-        sums: gradient sums by parameter name, modified in place.
+        sums: gradient sums by parameter, modified in place.
     """
     with torch.no_grad(), default_dtype(batch.wide):
-        # saved[i]: the values that the forward of block i saves for its backward.
+        # saved[i]: values that block i's forward saves for its backward.
         saved: list[list[Any]] = []
         hidden: Any = None
         for block, variant in ran:
@@ -136,11 +131,11 @@ def add_captured(batch: CapturedBatch, ran: Sequence[tuple[Block, Variant]], sum
 
 
 def depends_on_padding(batch: CapturedBatch, head: tuple[Block, Variant], tolerance: float) -> bool:
-    """Return whether large values in a batch's last sequence, which is padding, affect the loss."""
+    """Return whether large values in the padding, the last sequence, affect the loss."""
     block, variant = head
     wide = batch.wide
     template = batch.program.templates[block.template]
-    # The tokens from `real` on are padding, the last sequence of the batch.
+    # Tokens from `real` on are padding, the last sequence.
     tokens, real = (int(end) for end in batch.batch["cu_seqlens"][[-1, -2]])
     (like,) = (value_of(n) for n in template.graph.graph.nodes if n.name == "hidden")
     sizes = [s if isinstance(s, int) else tokens for s in like.shape]
@@ -150,8 +145,8 @@ def depends_on_padding(batch: CapturedBatch, head: tuple[Block, Variant], tolera
         for weight, size in _SCALES:
             values = inputs | {name: inputs[name] * weight for name in template.parameters}
             losses = []
-            # The loss must not depend on the padding's values: opposite values must give equal
-            # losses, and the padding's gradient must be zero.
+            # The loss must not depend on padding: opposite values must give equal losses, and their
+            # gradient must be zero.
             for factor in (size, -size):
                 values["hidden"] = torch.cat([hidden[:, :real], hidden[:, real:] * factor], 1)
                 loss, *saved = runner(variant.forward, wide)(*(values[n] for n in variant.inputs))
@@ -180,10 +175,10 @@ def backward(
     sums: dict[str, Tensor],
     wide: torch.dtype | None,
 ) -> Tensor | None:
-    """Run a block's backward and add the gradients of parameters to `sums`; return the hidden state's gradient.
+    """Run a block's backward and add gradients to `sums`; return the hidden state's gradient.
 
     Args:
-        local: for each name in the template, the name in `tensors` and `sums`.
+        local: maps template names to names in `tensors` and `sums`.
     """
     kept = dict(zip(saved_names(len(saved)), saved, strict=True)) | {"tangent": tangent}
     arguments: list[Any] = [kept[n] if n in kept else tensors[local[n]] for n in variant.needs]

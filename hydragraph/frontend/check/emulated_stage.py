@@ -1,4 +1,4 @@
-"""Emulation of a stage's ranks as threads, without a process group."""
+"""Emulation of a stage's ranks as threads."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _END = "the end"
 
 
 class StageBarrier(threading.Barrier):
-    """Barrier that lets a stage's threads exchange values."""
+    """Barrier that lets threads exchange values."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self._given: list[tuple[str, Any]] = [("", None)] * size
 
     def exchange(self, index: int, call: str, value: Any = None) -> list[Any]:
-        """Return all ranks' values, in rank order; raise RuntimeError if calls or shapes differ."""
+        """Return all ranks' values, in order; raise RuntimeError if calls or shapes differ."""
         self._given[index] = call, value
         self.wait()
         contributions = list(self._given)
@@ -69,7 +69,7 @@ class EmulatedCollectives(StartsAtOnce):
 
 
 def generate_code(variants: Iterable[Variant]) -> None:
-    """Generate the graphs' Python code before threads run it, because generation is not thread-safe."""
+    """Generate the graphs' code before threads run it; generation is not thread-safe."""
     for variant in variants:
         for graph in (variant.forward, variant.backward):
             if isinstance(graph, fx.GraphModule):
@@ -77,13 +77,13 @@ def generate_code(variants: Iterable[Variant]) -> None:
 
 
 def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list[Any]:
-    """Call a function once per rank, in threads; return the results or raise the first error."""
+    """Call a function in one thread per rank; return results or raise the first error."""
     barrier = StageBarrier(size)
 
     def work(index: int) -> Any:
         try:
             result = function(EmulatedCollectives(barrier, index))
-            # A rank that ends while another calls a collective is an error, not a hang.
+            # A rank that ends during another's collective is an error, not a hang.
             barrier.exchange(index, _END)
         except Exception:
             barrier.abort()
@@ -94,6 +94,6 @@ def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list
         futures = [pool.submit(work, index) for index in range(size)]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
-        # The other ranks only report that the failed rank broke the barrier.
+        # The other ranks only report a broken barrier.
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     return [future.result() for future in futures]

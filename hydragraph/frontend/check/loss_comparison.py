@@ -1,4 +1,4 @@
-"""Comparison of losses and gradients within a tolerance (`ErrorBound`)."""
+"""Comparison of losses and gradients within a tolerance."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class ErrorBound:
     all: float
 
 
-# Correct results differ by 1e-7 to 1e-5 in fp32 and by 1e-15 to 1e-12 in fp64, wrong results by 1e-3 or more.
+# Correct results differ by 1e-7 to 1e-5 in fp32 and 1e-15 to 1e-12 in fp64; wrong ones by 1e-3 or more.
 SINGLE = ErrorBound(1e-4, 1e-6)
 DOUBLE = ErrorBound(1e-7, 1e-9)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference with the largest `ratio` in a comparison.
+    """Difference with the largest `ratio`.
 
     Attributes:
-        parameter: the parameter whose gradient differs; "" for the loss.
+        parameter: parameter whose gradient differs; "" for the loss.
         ratio: error divided by the allowed error.
     """
 
@@ -55,19 +55,17 @@ class GradientComparison:
 
     Args:
         computed: gradients by name; modified in place.
-        norms: norms of the expected gradients; None uses the norms of the computed gradients.
+        norms: norms of expected gradients; None: of computed gradients.
     """
 
     def __init__(self, computed: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
         self._left = computed
         self._norms = norms if norms is not None else {name: _norm(gradient) for name, gradient in computed.items()}
-        # For these gradients, the expected values must be finite; for the other gradients, the differences must be
-        # finite.
+        # For these gradients, expected values must be finite; for others, differences must be.
         self._told_apart = {name for name, norm in self._norms.items() if norms is not None or not math.isfinite(norm)}
         self._finite = norms is None or all(map(math.isfinite, norms.values()))
 
     def subtract(self, name: str, expected: Tensor) -> None:
-        """Subtract an expected gradient, or one sequence's part of the gradient."""
         if name in self._told_apart:
             self._finite = self._finite and math.isfinite(_norm(expected))
         left = self._left.get(name)
@@ -79,12 +77,12 @@ class GradientComparison:
             self._left[name] = left - expected
 
     def worst(self, loss: float, expected: float, bound: ErrorBound, tokens: tuple[int, ...]) -> Difference | None:
-        """Return the difference with the largest ratio, or None if an expected value is not finite."""
+        """Return the difference with the largest ratio; None if an expected value is not finite."""
         errors = {name: _norm(left) for name, left in sorted(self._left.items())}
         infinite = any(not math.isfinite(error) and name not in self._told_apart for name, error in errors.items())
         if not self._finite or infinite or not math.isfinite(expected):
             return None
-        # everything: norm of all gradients together; rounding in large ones reaches small ones.
+        # everything: norm of all gradients; rounding in large ones reaches small ones.
         everything = math.sqrt(sum(norm**2 for norm in self._norms.values()))
 
         def difference(name: str, error: float, norm: float, limit: float) -> Difference:
@@ -96,7 +94,7 @@ class GradientComparison:
         for name, error in errors.items():
             norm = self._norms.get(name, 0.0)
             rows.append(difference(name, error, norm, bound.own * norm + bound.all * everything))
-        # If ratios are equal, such as infinite, a gradient's name helps more than the loss.
+        # Among equal ratios, such as infinite, a gradient's name helps more than the loss.
         return max(rows, key=lambda row: (row.ratio, row.parameter != ""))
 
 

@@ -1,4 +1,4 @@
-"""Copies of library models with smaller widths, for a cheaper numeric check.
+"""Narrow copies of library models, for a cheaper numeric check.
 
 The graphs of a copy and its model must have the same text, except for width-dependent numbers.
 """
@@ -28,22 +28,20 @@ from hydragraph.passes.differentiate import Variant
 _LOG = logging.getLogger(__name__)
 
 FACTORS = (16, 8, 4)
-# Config settings that count features or embedding rows.
+# Settings that count features or embedding rows.
 _WIDTH = re.compile(
     r"(hidden|intermediate|embedding|ffn|vocab)_size|(_|^)(dim|rank)$|^d_(model|ff|kv)$|^n_(embd|inner)$"
 )
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _LEAST = 4  # minimum head size; rotary embeddings pair a head's halves
-# Matches a number that is not part of a name.
+# A number that is not part of a name.
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?(?![\w])")
 _SYMBOL = re.compile(r"\bs\d+\b")
 
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """Model and program to compare; `blocks` and `example` are as in `capture`."""
-
     model: nn.Module
     program: Program
     loss: Loss = token_cross_entropy
@@ -108,7 +106,7 @@ class LibraryModel:
 
     @classmethod
     def of(cls, subject: CheckedModel) -> LibraryModel | None:
-        """Describe a model; return None if the model runs code from outside its libraries."""
+        """Describe a model, or return None if it runs code from outside its libraries."""
         model = subject.model
         loss = None if subject.loss is token_cross_entropy else subject.loss
         arguments = (subject.program.dtype, subject.example, loss, subject.blocks)
@@ -120,7 +118,7 @@ class LibraryModel:
         return cls(type(base), copy.deepcopy(base.config), Adapters.of(model), tensors, model.training, arguments)
 
     def narrowed(self, program: Program) -> NarrowModel | None:
-        """Return a narrow copy whose program differs from the model's only in widths, or None if no factor works."""
+        """Return a copy whose program differs only in widths, or None if no factor works."""
         for factor in FACTORS:
             try:
                 built = self.at(factor)
@@ -155,14 +153,14 @@ class LibraryModel:
 def _divide(config: Any, factor: int) -> frozenset[tuple[int, int]] | None:
     """Divide a config's widths; return changed token ids, or None if heads would be too narrow."""
     values = vars(config)
-    # Without head_dim, a model divides its hidden size by its heads; the result must stay whole.
+    # Without head_dim, models divide the hidden size by the heads; the result must be whole.
     if values.get("head_dim") is None:
         hidden, heads = (next((values[n] for n in names if n in values), None) for names in (_HIDDEN, _HEADS))
         if not hidden or not heads or hidden % (heads * factor) or hidden < heads * factor * _LEAST:
             return None
     widths = {name: value for name, value in values.items() if type(value) is int and _WIDTH.search(name)}
     values.update({n: v // factor for n, v in widths.items() if v % factor == 0 and v >= factor * _LEAST})
-    # Special tokens beyond the smaller vocabulary become its last token.
+    # Special tokens beyond the vocabulary become its last token.
     last = values.get("vocab_size", math.inf) - 1
     outside = {n: v for n, v in values.items() if n.endswith("token_id") and type(v) is int and v > last}
     values.update(dict.fromkeys(outside, last))
@@ -191,6 +189,6 @@ def variant_text(variant: Variant) -> str:
 def _graph_text(graph: fx.GraphModule) -> str:
     values = [(node.name, value_of(node)) for node in graph.graph.nodes]
     shapes = str([(name, str(tuple(v.shape)), str(v.dtype)) for name, v in values if isinstance(v, Tensor)])
-    # A program that was read from a file has different symbol names
+    # Symbols differ in a program read from a file
     names: dict[str, str] = {}
     return graph.code + _SYMBOL.sub(lambda match: names.setdefault(match[0], f"size_{len(names)}"), shapes)

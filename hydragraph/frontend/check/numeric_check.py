@@ -36,7 +36,7 @@ from hydragraph.spec.stage_kind import StagePart
 log = logging.getLogger("hydragraph.frontend.check")
 
 MODES = ("auto", "full", "off")
-# Maximum number of parameters in a group of several blocks
+# Maximum parameters in a group of several blocks
 TOGETHER = 32_000_000
 
 REMEDY = (
@@ -55,7 +55,7 @@ class Attempt:
     """Settings for one comparison of the model with its captured graph.
 
     Attributes:
-        copied: whether the weights are those of the model plus noise; if False, they are random.
+        copied: whether weights are the model's plus noise, not random.
         widened: whether casts to narrower dtypes become casts to `dtype`.
     """
 
@@ -77,7 +77,7 @@ class Attempt:
         return str(self.dtype).removeprefix("torch.")
 
     def is_training(self, dtype: torch.dtype) -> bool:
-        """Return whether training in `dtype` computes exactly like this attempt."""
+        """Return whether training in `dtype` computes exactly like this."""
         return not self.widened and self.dtype is dtype
 
 
@@ -86,12 +86,11 @@ class CheckResult:
     """Result of a check.
 
     Attributes:
-        blocks: number of compared blocks.
-        layers: number of the model's blocks.
+        blocks, layers: numbers of compared blocks and of all blocks.
         worst: largest gradient error, relative to the gradient's norm.
-        untouched: names and values of the model's length limits that no checked sequence exceeded.
+        untouched: names and values of the model's length limits that no sequence exceeded.
         problem: reason why the check did not run, or "".
-        factor: ratio of the model's widths to those of the compared copy.
+        factor: ratio of the model's widths to the compared copy's.
     """
 
     model: str
@@ -126,7 +125,7 @@ class _Unrunnable(Exception):  # noqa: N818
 
 
 def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None = None) -> CheckResult:
-    """Compare captured graphs, run on packed batches, with the model, run on single sequences.
+    """Compare captured graphs on packed batches with the model on single sequences.
 
     Raises:
         Unsupported: the graphs differ from the model in all attempts, or fail to run.
@@ -166,7 +165,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
             return replace(checked, problem=result)
     refuse_other_results(subject, variants, comparer.lengths)
     done = [result for result in results if not isinstance(result, str)]
-    # `ratio` is relative to the allowed error; the product is relative to the gradient's norm.
+    # `ratio` is relative to the allowed error, the product to the gradient's norm.
     errors = [difference.ratio * attempt.bound.own for difference, attempt in done]
     worst, attempt = done[errors.index(max(errors))]
     return replace(
@@ -180,7 +179,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield attempts; later attempts use fp64 to reduce rounding errors, or random weights to get finite results."""
+    """Yield attempts; later ones use fp64 against rounding errors, or random weights for finite results."""
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)
@@ -194,8 +193,8 @@ def _groups(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
     chosen = list(range(len(sizes)))
     if mode == "auto":
         trainable = {name: parameter.trainable for name, parameter in subject.program.parameters.items()}
-        # kinds[i]: graph of block i, and which of its parameters are trained. Compare the first
-        # block of each kind, and the last one if memory allows.
+        # kinds[i]: graph of block i, and which of its parameters are trained. Compare each kind's
+        # first block, and its last if memory allows.
         kinds = [(b.template, *map(trainable.get, b.parameters)) for b in subject.program.blocks[1:-1]]
         chosen = sorted({kinds.index(kind) for kind in kinds})
         last = sorted({len(kinds) - 1 - kinds[::-1].index(kind) for kind in kinds} - set(chosen))
@@ -238,7 +237,7 @@ class _Comparer:
             except _Unrunnable as error:
                 if error.side == "captured":
                     failed.append((error, attempt))
-                    # Training would fail like this attempt, so no other attempt can help.
+                    # Training would fail too, so no other attempt helps.
                     if attempt.is_training(program.dtype):
                         break
                 elif not failed:
@@ -250,7 +249,7 @@ class _Comparer:
                 return difference, attempt
             failed.append((difference, attempt))
             if attempt.copied and attempt.dtype is torch.float64:
-                # The difference is not due to rounding or random weights
+                # Neither rounding nor random weights explain the difference
                 break
         if not failed:
             return problem
@@ -258,7 +257,7 @@ class _Comparer:
 
     def _attempt(self, group: tuple[int, ...], attempt: Attempt) -> Difference | None:
         subject, program, wide = self.subject, self.subject.program, attempt.wide
-        # Draw weights, sequences and batches from the attempt's seed.
+        # Weights, sequences and batches depend on the attempt's seed.
         weights = DrawnWeights(attempt.seed, attempt.dtype, attempt.copied)
         model = reduced(subject.model, subject.blocks, group, self.forms, weights)
         loss_function = wide_loss(subject.loss, wide)
@@ -268,7 +267,7 @@ class _Comparer:
         sequences = draw_sequences(self.lengths, ids_of(subject.model, program), program, subject.example, attempt.seed)
         packed = batches(sequences, attempt.seed if program.drops else None)
         captured = [CapturedBatch(program, tensors, batch, wide) for batch, _ in packed]
-        # times[i]: number of batches with sequence i; `sums` adds up the gradients of all batches.
+        # times[i]: number of batches with sequence i; `sums` adds all batches' gradients.
         times = Counter(i for _, indices in packed for i in indices)
         sums: dict[str, Tensor] = {}
         loss = torch.zeros((), dtype=torch.float64)
@@ -283,9 +282,9 @@ class _Comparer:
         except _Unrunnable as error:
             if attempt.is_training(program.dtype):
                 raise
-            # Run the model before raising this error: if it fails as well, its own error matters.
+            # Run the model first: if it fails too, its own error matters.
             failed = error
-        # Run the model on one sequence at a time; each of its gradients is subtracted, then freed.
+        # Run the model on one sequence at a time; each gradient is subtracted, then freed.
         comparison = GradientComparison(sums)
         expected = torch.zeros((), dtype=torch.float64)
         with _side("alone"):
@@ -297,7 +296,7 @@ class _Comparer:
             raise failed
         tokens = tuple(int(batch["input_ids"].shape[1]) for batch, _ in packed)
         difference = comparison.worst(float(loss), float(expected), attempt.bound, tokens)
-        # A custom loss may read padding, which the default loss ignores.
+        # A custom loss may read padding, unlike the default loss.
         padded = difference is not None and difference.ratio <= 1 and subject.loss is not token_cross_entropy
         if padded and depends_on_padding(captured[-1], ran[-1], attempt.bound.own):
             where = f"{type(subject.model).__name__} after its last block"
@@ -332,7 +331,7 @@ class _Comparer:
                 return True
             return difference is not None and difference.ratio > 1
 
-        # The empty group keeps no block, so only the parts around the blocks are compared.
+        # The empty group compares only the parts around the blocks.
         if differs(()):
             return f"{name} before its first block or after its last"
         culprit = next((i for i in group if differs((i,))), None)

@@ -1,4 +1,4 @@
-"""Cache of passed checks in the user's cache folder."""
+"""Cache of passed checks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MOST = 4096  # files
 
 
 def fingerprint(subject: CheckedModel, mode: str) -> str | None:
-    """Return a check's key in the cache, or None for a model or loss with hooks or closures."""
+    """Return a check's key in the cache; None for a model or loss with hooks or closures."""
     try:
         record = model_record(subject.model, subject.loss, subject.example, subject.blocks)
     except Unsupported:
         return None
-    # The names of meta parameters matter, because they get other weights in the check.
+    # Names of meta parameters matter: the check gives them other weights.
     on_meta = [name for name, parameter in subject.model.named_parameters() if parameter.is_meta]
     program = subject.program
     contents = [template.content for template in program.templates.values()]

@@ -1,4 +1,4 @@
-"""Sequence lengths for the numeric check; if possible, one length exceeds the model's windows and chunks."""
+"""Sequence lengths for the numeric check, beyond the model's windows and chunks if possible."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.graph_node import aten, operands
 from hydragraph.private.tracing import ancestors_of
 
-# Names of model settings that contain a length beyond which attention may change.
+# Names of settings for a length beyond which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
 LONGEST = 512
 _WORK = 4e11  # approximate maximum number of operations to compute one sequence
-# Default lengths, which differ from each other and are not powers of two.
+# Default lengths: all different, no powers of two.
 _SHORT = (5, 11, 3)
 _FEW = (3, 7)
 _BEYOND = 3
@@ -28,20 +28,20 @@ LARGE = 100_000_000
 
 @dataclass(frozen=True)
 class ProbeLengths:
-    """Sequence lengths, and names and values of the model's length limits that no length exceeds."""
+    """Sequence lengths, and the model's length limits that none of them exceeds."""
 
     tokens: tuple[int, ...]
     untouched: tuple[tuple[str, int], ...]
 
 
 def lengths_of(model: nn.Module, program: Program, parameters: int) -> ProbeLengths:
-    """Choose short lengths for many `parameters`; the second length exceeds as many model limits as possible."""
+    """Choose lengths, which are short for many `parameters`; the second exceeds as many limits as possible."""
     settings = set(_settings(model))
     places = _places(settings, program)
     most = min([LONGEST, max(48, int(_WORK / (12 * max(parameters, 1)))), *places])
     limits = {(name, value) for name, value in settings if _LIMITS.search(name) and value > 1}
     reached = [value for _, value in limits if value + _BEYOND <= most]
-    # beyond: limits above the longest affordable sequence, but within the model's positions.
+    # beyond: limits above the longest affordable sequence, but within the positions.
     beyond = sorted((n, v) for n, v in limits if most < v + _BEYOND <= min([v + _BEYOND, *places]))
     first, second, *others = _FEW if parameters > LARGE else _SHORT
     long = min(max([second, *(value + _BEYOND for value in reached)]), most)
@@ -72,7 +72,7 @@ def _places(settings: set[tuple[str, int]], program: Program) -> list[int]:
 
 
 def embeddings(program: Program) -> list[tuple[int, set[str]]]:
-    """Return the row count of each embedding table before the first block, and the fields that index the table."""
+    """Return the rows of each embedding table before the blocks, and the fields that index it."""
     graph = program.templates[program.blocks[0].template].graph.graph
     nodes = [n for n in graph.nodes if n.target is aten.embedding.default]
     return [(int(value_of(operands(n)[0]).shape[0]), _read(operands(n)[1])) for n in nodes]

@@ -18,9 +18,9 @@ from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.graph_node import aten, operands
 from hydragraph.spec.workload import IGNORED, Field, Sequence
 
-# The second batch is padded to a multiple of one of these numbers
+# The second batch's token count is padded to a multiple of one of these
 _PADDED = (13, 17)
-# Distance between targets if the labels are not the next tokens
+# Distance between targets if labels are not next tokens
 _TARGETS = 3
 
 
@@ -30,7 +30,7 @@ class ProbeIds:
 
     Attributes:
         count: exclusive upper bound of ids.
-        special: ids never drawn.
+        special: ids that are never drawn.
         labels: exclusive upper bound of labels.
     """
 
@@ -39,10 +39,9 @@ class ProbeIds:
     labels: int
 
     def draw(self, length: int, generator: torch.Generator) -> Tensor:
-        """Draw token ids, [length] int64."""
         plain = torch.tensor([i for i in range(min(self.count, 4096)) if i not in self.special] or [0])
         ids = plain[torch.randint(0, len(plain), (length,), generator=generator)]
-        # In a large vocabulary, half of the ids are 4096 or more.
+        # In a large vocabulary, draw half of the ids from 4096 on.
         if self.count > len(plain) + len(self.special):
             high = torch.randint(4096, self.count, (length,), generator=generator)
             ids = torch.where(torch.rand(length, generator=generator) < 0.5, ids, high)
@@ -51,7 +50,6 @@ class ProbeIds:
 
 
 def ids_read(program: Program, otherwise: int = 2) -> ProbeIds:
-    """Return the ids that a program's embedding tables and loss accept."""
     limits = [limit for limit in field_ranges_of(program) if limit.field == "input_ids"]
     rows = [rows for rows, read in embeddings(program) if read == {"input_ids"}]
     count = min([limit.high for limit in limits] or rows or [otherwise])
@@ -108,12 +106,12 @@ def _field(field: Field, length: int, example: Tensor | None, generator: torch.G
 
 
 def batches(sequences: list[Sequence], key: int | None = None) -> list[tuple[dict[str, Tensor], list[int]]]:
-    """Return two packed batches, each with the indices of the packed sequences; `key` is the dropout key."""
+    """Return two packed batches, with their sequences' indices; `key` is the dropout key."""
     draws = None if key is None else DropoutNumbers(key, range(len(sequences)))
     tokens = sum(map(len, sequences))
     padded = next((n for n in _PADDED if tokens % n), tokens + 1)
-    # orders: (indices of sequences, multiple of the token count). The second batch is padded and in
-    # reverse order, so that sequences have other neighbours and offsets.
+    # orders: (indices of sequences, multiple of the token count). The second batch is padded and
+    # reversed, so that sequences have other neighbors and offsets.
     orders = ((list(range(min(2, len(sequences)))), 1), (list(reversed(range(len(sequences)))), padded))
     return [
         (pack([sequences[i] for i in order], multiple, draws=draws and draws.of(order)), order)

@@ -1,6 +1,6 @@
-"""Random weights for the numeric check. They are never zero or all equal, so that every gradient reveals errors.
+"""Random weights for the numeric check, never zero or all equal, so that every gradient reveals errors.
 
-Every tensor repeats one noise vector, starting at an offset that depends on the parameter's name.
+Every tensor repeats one noise vector, from an offset that depends on the parameter's name.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from hydragraph.frontend.check import scratch_pages
 
-# Number of noise values; a prime, so that all rows of a matrix get different noise
+# A prime number of noise values: all rows of a matrix get different noise
 _LENGTH = 131_071
 _NOISE = 0.3  # ratio of the noise's standard deviation to the parameter's standard deviation
-# Minimum standard deviation of the noise; for matrices, as a fraction of a new matrix's standard deviation.
+# Minimum standard deviation of the noise; for matrices, as a fraction of a new matrix's.
 _LEAST = 0.05
 # Standard deviation of new vectors, whose mean is 1
 _VECTOR = 0.1
-# New matrices with at least this many elements share memory
+# New matrices of at least this many elements share memory
 _SHARED = 1 << 22
 
 
@@ -35,7 +35,6 @@ class DrawnWeights:
     _shared: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def drawn(self, value: Tensor, name: str) -> Tensor:
-        """Return a CPU tensor that replaces a parameter, which may be on the meta device."""
         kind = self.wide if value.is_floating_point() else value.dtype
         new = value.is_meta or not self.copied
         if new and kind.is_floating_point and value.dim() > 1 and value.numel() >= _SHARED:

@@ -1,4 +1,4 @@
-"""Copy of a model in which only a few blocks compute."""
+"""Copy of a model in which few blocks compute."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ from hydragraph.frontend.rebound_functions import rebind
 from hydragraph.frontend.repeated_blocks import block_list, computed, entries, separate_repeated
 from hydragraph.private.argument_trees import tree_flatten, tree_leaves, tree_unflatten
 
-# transformers' attention implementations that run on any CPU in any dtype.
+# transformers' attention that runs on any CPU in any dtype.
 _ANYWHERE = ("eager", "sdpa")
 
 
 class OutputStructure:
-    """Structure of the blocks' outputs, recorded from one block."""
-
     _rebuild: Callable[[Tensor], Any] = staticmethod(lambda hidden: hidden)
 
     def learn(self, _module: nn.Module, _given: Any, output: Any) -> None:
-        """Record, as a forward hook, the structure of an output, whose first tensor is the hidden state."""
+        """Record an output's structure, as a forward hook; its first tensor is the hidden state."""
         leaves, spec = tree_flatten(output)
         first = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._rebuild = lambda hidden: tree_unflatten([*others[:first], hidden, *others[first + 1 :]], spec)
 
     def pass_on(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return a block's input hidden state in the structure of a block's output."""
         leaves = tree_leaves((arguments, keywords))
         return self._rebuild(next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()))
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 _LARGE = 1 << 24
-# Options of glibc's malloc (see man mallopt), each with its value after `reused` and its value within `reused`.
+# Options of glibc's malloc (man mallopt), with values after and within `reused`.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _ADAPTED = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 64 << 20))
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
 
 
 def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a contiguous CPU tensor of zeros, which uses no memory until it is written."""
+    """Return a CPU tensor of zeros, which uses no memory until it is written."""
     size = math.prod(shape) * dtype.itemsize
     if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype, device="cpu")
@@ -33,7 +33,7 @@ def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 def reused() -> Iterator[None]:
     """Make glibc keep freed memory for reuse until the context exits."""
     libc = _glibc()
-    # Without mmap and trimming, freed memory stays in the heap, and its pages are mapped already.
+    # Without mmap and trimming, freed memory stays in the heap, with mapped pages.
     for option, value in _KEEPING if libc else ():
         libc.mallopt(option, value)
     try:

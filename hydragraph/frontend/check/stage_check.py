@@ -1,4 +1,4 @@
-"""Numeric check of each rank's graphs in a stage against the unsharded block's graphs."""
+"""Numeric check of a stage's sharded graphs against the unsharded block's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from hydragraph.passes.variants import Library, Variants, local_parameters, voca
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of parameters; larger blocks are not compared
+# Maximum parameters; larger blocks are not compared
 LARGEST = 1 << 28
 _LENGTHS = ProbeLengths((5, 11, 3), ())
 _OUT = "its output"
@@ -53,9 +53,9 @@ class StageCheck:
     """Numeric comparison of each stage's graphs with the program's unsharded blocks.
 
     Args:
-        fused_head: whether one operator computes the head and the loss, as with Inductor.
-        library: untrusted source of the ranks' graphs, such as a compiled folder.
-        model: the program's model; large blocks are compared in a narrow copy of this model.
+        fused_head: whether one operator computes head and loss, as with Inductor.
+        library: untrusted source of graphs, such as a compiled folder.
+        model: the program's model; large blocks are compared in a narrow copy.
     """
 
     def __init__(
@@ -91,8 +91,7 @@ class StageCheck:
         errors = [0.0]
         left = dict[str, str]()
         for block, form in self._work(strategy):
-            # key: all that the graphs depend on. lasting: its digest, which a compiled folder
-            # stores.
+            # key: all that graphs depend on. lasting: its digest, which compiled folders store.
             key = self._key(block, form)
             lasting = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
             if key in self._passed or lasting in self.passed:
@@ -102,7 +101,7 @@ class StageCheck:
                 self.passed[lasting] = line
                 self._passed.add(key)
                 continue
-            # Compare a large block at smaller widths, or at full size if this is impossible.
+            # Compare a large block at smaller widths, if possible.
             size = sum(self._program.parameters[name].size for name in block.parameters)
             error = self._compare_narrow(block, form) if size > LARGE else None
             if error is None and size > LARGEST:
@@ -114,7 +113,7 @@ class StageCheck:
                 forms.add(form)
                 self.passed[lasting] = f"{block.name} under <{form.text}>"
                 remember(stored, self.passed[lasting])
-            # Blocks that cannot be compared are not tried again in this process.
+            # Blocks that cannot be compared are not tried again.
             self._passed.add(key)
         if left:
             named = "; ".join(f"{name} ({why})" for name, why in left.items())
@@ -125,9 +124,9 @@ class StageCheck:
             log.info("checked the graphs of stages of kind %s: %s", names, result)
 
     def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
-        """Yield the blocks to compare, each with its stage's kind.
+        """Yield the blocks to compare, with their stage's kind.
 
-        Without a library, omit the blocks that the model's numeric check covers.
+        Without a library, omit blocks that the model's numeric check covers.
         """
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             form = stage.kind
@@ -164,8 +163,7 @@ class StageCheck:
         other, widths = self._narrow
         of_copy = other._program.blocks[self._program.outline.index[block.name]]
         for part in form.parts():
-            # The narrow result counts only if the graphs of every rank differ in nothing but
-            # widths.
+            # The narrow result counts only if every rank's graphs differ only in widths.
             texts = (variant_text(v) for v in (self._cut.get(block, part), other._cut.get(of_copy, part)))
             if not widths.equal(*texts):
                 return None
@@ -187,7 +185,7 @@ class StageCheck:
                 failed.append((error, attempt))
                 if attempt.widened:
                     continue
-                # Training would fail in the same way
+                # Training would fail too
                 break
             if difference is not None and difference.ratio <= 1:
                 return difference.ratio * attempt.bound.own
@@ -261,7 +259,7 @@ def _run(variant: Variant, inputs: Mapping[str, Any], tangent: Tensor, wide: tor
 
 @dataclass(frozen=True)
 class _Stage:
-    """One block on a stage's ranks; `parameters` and `inputs` belong to the unsharded block."""
+    """One block on a stage's ranks; `parameters` and `inputs` are unsharded."""
 
     form: StageKind
     parameters: Mapping[str, Parameter]
@@ -274,8 +272,7 @@ class _Stage:
         tp = self.form.tp
         own: dict[str, Any] = {**self.inputs, COLLECTIVES: collectives}
         for name, parameter in self.parameters.items():
-            # Cut this rank's intervals out of the flat parameter, and restore the shape of the
-            # shard.
+            # Cut this rank's intervals out of the flat parameter, and restore the shard's shape.
             flat = parameter.canonical(self.inputs[name])
             own[name] = parameter.natural(torch.cat([flat[a:b] for a, b in parameter.intervals(tp, index)]), tp, index)
         own |= vocabulary_starts(self.variants[index], self.parameters, StagePart(StageKind(tp), index))
@@ -286,7 +283,7 @@ class _Stage:
             return _run(self.variants[index], own, tangent, self.wide)
 
     def whole(self, name: str, like: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Combine the ranks' values of `name`; each returned tensor must equal the unsharded block's value."""
+        """Combine the ranks' values of `name`; each result must equal the unsharded block's."""
         if name in (_OUT, "hidden"):
             split = self.form.sequence_parallel and like.dim() > 0
             return [torch.cat(list(parts), 1)] if split else parts
@@ -294,7 +291,7 @@ class _Stage:
             return parts
         parameter = self.parameters[name]
         total = torch.zeros_like(parameter.canonical(like))
-        # Every rank has a shard or a partial sum of the gradient
+        # Every rank has a shard or a partial sum
         for index, part in enumerate(parts):
             expected = parameter.local_shape(self.form.tp, index)
             if part.shape != expected:

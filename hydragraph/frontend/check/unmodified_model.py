@@ -1,8 +1,7 @@
 """Comparison of a model itself, with its own weights and all blocks, with its captured graphs.
 
-The numeric check runs copies of a model, with other weights and a few blocks. Code that depends on a module's identity
-(`id`, a global set of modules) gives other results in a copy. Graphs are captured from a copy, so this comparison
-detects such code.
+The numeric check and capture use copies of a model. Only this comparison detects code that depends on a module's
+identity (`id`, a global set of modules).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.workload import IGNORED
 
 LARGEST = 1 << 28  # maximum number of parameters; larger models are not compared
-# Number of compared sequences; a rounding error may change the chosen expert in one sequence, but not in all.
+# Number of compared sequences; rounding may change the chosen expert in one, but not in all.
 _SEQUENCES = 3
 # Of the loss
 _ERROR = 1e-4
@@ -46,7 +45,7 @@ _OWN_LOSS = "pass the model's own loss as loss=, summed over targets; or let the
 
 
 def refuse_other_results(subject: CheckedModel, variants: Variants, lengths: ProbeLengths) -> None:
-    """Raise Unsupported if a user's model computes or returns a loss other than its captured graphs' loss."""
+    """Raise Unsupported if a user's model computes or returns another loss than its captured graphs."""
     model, program = subject.model, subject.program
     parameters = list(model.parameters())
     if (
@@ -71,7 +70,7 @@ def refuse_other_results(subject: CheckedModel, variants: Variants, lengths: Pro
         captured = _of_graphs(CapturedBatch(program, tensors, packed, _WIDE), variants)
         if not math.isfinite(captured) or not math.isfinite(expected):
             continue
-        # One equal sequence suffices, because rounding may change the experts of another.
+        # One equal sequence suffices: rounding may change another's experts.
         if abs(captured - expected) <= _ERROR * max(abs(expected), 1e-3):
             return
         differing.append((captured, expected))
@@ -100,7 +99,6 @@ def _of_graphs(batch: CapturedBatch, variants: Variants) -> float:
 def _refuse_own_loss(
     model: nn.Module, outputs: Any, batch: Mapping[str, Tensor], expected: float, causal: bool
 ) -> None:
-    """Raise Unsupported if a model returns a loss other than the cross-entropy that trains it."""
     labels = batch["labels"]
     # These models shift labels, and return no loss without them
     if huggingface.is_huggingface(model):
@@ -114,7 +112,7 @@ def _refuse_own_loss(
     if not isinstance(own, Tensor) or own.numel() != 1 or not isinstance(logits, Tensor):
         return
     returned = float(own.detach())
-    # usual: sum and mean over targets, of the labels as they are and shifted by the model.
+    # usual: sum and mean over targets, of the given and the shifted labels.
     later = labels[0, 1:]
     shifted = F.cross_entropy(logits.float().flatten(0, -2)[:-1], later, ignore_index=IGNORED, reduction="sum")
     # A model may shift labels a second time

@@ -1,4 +1,4 @@
-"""Execution of models and graphs in one wide dtype, without casts to narrower dtypes."""
+"""Execution of models and graphs in one wide dtype."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def computing(wide: torch.dtype | None) -> Iterator[None]:
 
 @contextmanager
 def default_dtype(wide: torch.dtype | None) -> Iterator[None]:
-    """Set the default dtype in every thread of this process; None has no effect."""
+    """Set the default dtype of all threads; None has no effect."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(wide or before)
     try:
@@ -67,16 +67,13 @@ class _Widened(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in _SOFTMAX:
-            # The argument half_to_float is ignored, because the operand is already wide
+            # Ignore half_to_float: the operand is already wide
             args = (*args[:2], False)
         return super().call_function(target, *_all_replaced(args, kwargs, self._wide))
 
 
 def runner(graph: fx.GraphModule, wide: torch.dtype | None) -> Callable[..., Any]:
-    """Return a function that runs a graph in the dtype `wide`; if `wide` is None, return the graph.
-
-    Call the function within `default_dtype`.
-    """
+    """Return a function that runs a graph in the dtype `wide`; call it within `default_dtype`."""
     if wide is None:
         return graph
 

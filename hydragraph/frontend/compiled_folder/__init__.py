@@ -1,1 +1,1 @@
-"""Compiled folder: a captured model and its graphs as validated data (docs/compiled_folder.md)."""
+"""A captured model and its graphs as validated data (docs/compiled_folder.md)."""

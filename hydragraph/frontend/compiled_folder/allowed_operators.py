@@ -1,4 +1,4 @@
-"""Allow-list for compiled folders: operators that do not access files, draw random numbers or mutate inputs."""
+"""Operators allowed in compiled folders: they do not access files, draw random numbers or mutate inputs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ creation of tensors
     arange empty empty_like eye full full_like linspace new_empty new_full new_ones new_zeros ones ones_like
     scalar_tensor zeros zeros_like
 """
-# as_strided and _reshape_alias are absent: they can access memory outside their inputs.
+# as_strided and _reshape_alias are absent: they can read outside their inputs.
 
 # Operators of hydragraph and transformers (`private.experts`).
 _OTHERS = """
@@ -75,7 +75,7 @@ ALLOWED = frozenset(
     | set(_OTHERS.split())
 )
 
-# Number of arguments of each method of collectives, running sums and started collectives.
+# Number of arguments of methods of collectives, running sums and started collectives.
 ON_COLLECTIVES: Mapping[str, int] = {
     **dict.fromkeys(("all_reduce", "all_reduce_max", "start_all_reduce"), 2),
     **dict.fromkeys(("all_gather", "reduce_scatter", "split", "start_all_gather", "start_reduce_scatter"), 3),
@@ -86,17 +86,17 @@ ON_COLLECTIVES: Mapping[str, int] = {
 ON_SUMS: Mapping[str, int] = {"t": 1, "addmm_": 3}
 ON_STARTED: Mapping[str, int] = {"result": 1}
 
-# Types of arguments that must be constants and not results of nodes.
+# Types of arguments that must be constants.
 _PLAIN = frozenset({"ScalarType", "MemoryFormat", "Layout", "Device", "str"})
 
 _OF_ONE = frozenset({"operator.neg", "torch.sym_float", "torch.sym_int", "torch.sym_not", "torch._sym_sqrt"})
 
 
 def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> None:
-    """Raise ValueError for a forbidden call or for invalid arguments.
+    """Raise ValueError for a forbidden call or invalid arguments.
 
     Args:
-        name: target as in graph data, such as "aten::mm.default" or "operator.floordiv".
+        name: target in graph data, such as "aten::mm.default".
     """
     if name in PYTHON:
         takes = 1 if name in _OF_ONE or name.startswith("math.") else 2

@@ -14,7 +14,6 @@ _LOG = logging.getLogger(__name__)
 
 
 def write_code(folder: Path) -> bool:
-    """Write the code in Inductor's cache to a folder; return False if the cache is empty."""
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return False
@@ -24,7 +23,7 @@ def write_code(folder: Path) -> bool:
 
 
 def load_code(content: bytes, folder: Path, arch: str | None = None) -> None:
-    """Put the code of a trusted folder into Inductor's cache.
+    """Put a trusted folder's code into Inductor's cache.
 
     Args:
         arch: GPU architecture, such as sm_90, if the code was compiled without a GPU.

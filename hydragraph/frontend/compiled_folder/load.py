@@ -1,4 +1,4 @@
-"""Load a compiled folder: validate data, and load code only if the folder is trusted."""
+"""Load a compiled folder: validated data, and code only if the folder is trusted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class CompiledFolder:
-    """Contents of a compiled folder, as a `Library` that builds variants on demand."""
+    """Contents of a compiled folder, as a `Library` of variants."""
 
     folder: Path
     manifest: FolderManifest
@@ -85,7 +85,7 @@ def load(
         trust: whether to pass the folder's code to Inductor; this code can do anything that the process can.
 
     Raises:
-        Refused: the folder is stale, damaged, or belongs to another model, dtype or number of ranks.
+        Refused: the folder is stale, damaged, or for another model, dtype or number of ranks.
     """
     began = time.perf_counter()
     folder = Path(folder)
@@ -97,7 +97,7 @@ def load(
         again = f"hydragraph compile CONFIG --ranks {ranks} --output {folder}"
         remedy = f"start {manifest.ranks} ranks, or write the folder again: {again}"
         raise Refused(folder, f"the folder was compiled for {manifest.ranks} ranks, but this run has {ranks}", remedy)
-    # Read and verify all files, including code, before any is used.
+    # Verify all files, including code, before using any.
     loaded, contents = _read(folder, manifest, manifest.files)
     program = loaded.program
     if dtype not in (None, program.dtype):
@@ -115,11 +115,7 @@ def load(
 
 
 def read_graphs(folder: Path) -> CompiledFolder:
-    """Read a compiled folder's program and graphs, even if package versions differ.
-
-    Raises:
-        Refused: a file is missing or damaged.
-    """
+    """Read the program and graphs, even if package versions differ; raise Refused if a file is missing or damaged."""
     return _read(folder, read_manifest(folder), ())[0]
 
 

@@ -27,9 +27,9 @@ NAME = "manifest.json"
 LARGEST_FILE = 1 << 30  # bytes
 ALWAYS = ("hydragraph", "python", "torch")
 _LIBRARIES = ("transformers", "peft")
-# Key in `versions` of folders that were compiled for a GPU
+# Key in `versions` of folders compiled for a GPU
 GPU = "the GPU architecture"
-# hydragraph's folders whose code determines graphs
+# hydragraph's folders that determine graphs
 _MAKERS = ("frontend", "ir", "kernels", "passes", "private")
 
 
@@ -48,7 +48,7 @@ class Refused(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class VariantEntry:
-    """File of a variant; `blocks` and `kind`, such as tp2s, only inform human readers."""
+    """File of a variant; `blocks` and `kind` inform human readers."""
 
     file: str
     blocks: tuple[str, ...]
@@ -67,7 +67,7 @@ class Check:
 
     Attributes:
         model: one-line result of the comparison with the model, or "" if not compared.
-        stages: key and description of each comparison of `StageCheck` that passed.
+        stages: key and description of each comparison that `StageCheck` passed.
     """
 
     mode: str = "off"
@@ -75,7 +75,6 @@ class Check:
     stages: Mapping[str, str] = field(default_factory=dict)
 
     def covers(self, mode: str) -> bool:
-        """Return whether to skip a check in `mode`; a "full" check is never skipped."""
         return mode == "off" or (mode == "auto" and self.model != "")
 
 
@@ -84,7 +83,7 @@ class FolderManifest:
     """Contents of `manifest.json`, except the format number and the file's own SHA-256.
 
     Attributes:
-        code: SHA-256 of hydragraph's files that generate graphs (`own_code`).
+        code: SHA-256 of hydragraph's files that generate graphs.
     """
 
     versions: Mapping[str, str]
@@ -98,15 +97,15 @@ class FolderManifest:
     def text(self) -> str:
         content = {"format": FORMAT, **asdict(self)}
         body = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
-        # The last entry is the digest of the text without this entry.
+        # The last entry is the digest of the text before it.
         digest = hashlib.sha256(body.encode()).hexdigest()
         return body.removesuffix("\n}") + f',\n "sha256": "{digest}"\n}}\n'
 
 
 def read_manifest(folder: Path) -> FolderManifest:
-    """Read a folder's manifest; raise Refused if it is missing, changed, or has another format."""
+    """Read the manifest; raise Refused if it is missing, changed, or in another format."""
     try:
-        # A link may lead out of the folder, and reading a pipe may block.
+        # A link may lead out of the folder; reading a pipe may block.
         if (folder / NAME).is_symlink() or ((folder / NAME).exists() and not (folder / NAME).is_file()):
             raise Refused(folder, f"its {NAME} is a link or not a plain file")
         written = (folder / NAME).read_bytes()
@@ -123,7 +122,7 @@ def read_manifest(folder: Path) -> FolderManifest:
         record_schema.fields(manifest.model, PARTS, f"{NAME}: model")
     except MalformedRecord as error:
         raise Refused(folder, f"{NAME} is damaged: {error}") from None
-    # The parsed manifest must give the same bytes, including their digest.
+    # The parsed manifest must give the same bytes.
     if manifest.text().encode() != written:
         raise Refused(folder, f"{NAME} was changed after it was written")
     return manifest
@@ -139,7 +138,7 @@ def _expected(content: bytes) -> ExpectedFile:
 
 
 def read_file(folder: Path, path: str, files: Mapping[str, ExpectedFile]) -> bytes:
-    """Return a file's content; raise Refused if the file differs from the manifest or lies outside the folder."""
+    """Return a file's content; raise Refused if it is changed or outside the folder."""
     expected = files.get(path)
     if expected is None:
         raise Refused(folder, f"{NAME} does not list {path:.200}")
@@ -150,7 +149,7 @@ def read_file(folder: Path, path: str, files: Mapping[str, ExpectedFile]) -> byt
     try:
         if place.is_symlink() or not place.resolve(strict=True).is_relative_to(folder.resolve()) or not place.is_file():
             raise Refused(folder, f"{path} is a link, leads out of the folder, or is not a plain file")
-        # Compare sizes first, so that a wrong file is not read into memory.
+        # Compare sizes before reading a file into memory.
         if expected.bytes > LARGEST_FILE or os.stat(place).st_size != expected.bytes:
             raise Refused(folder, f"{path} has {os.stat(place).st_size} bytes, but {NAME} lists {expected.bytes}")
         content = place.read_bytes()
@@ -181,14 +180,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def versions(arch: str | None = None) -> dict[str, str]:
-    """Return the versions of packages that graphs depend on; `arch` is the GPU architecture of the kernels."""
+    """Return the versions of packages that graphs depend on; `arch` is the kernels' GPU architecture."""
     names = [*ALWAYS, *(name for name in _LIBRARIES if name in sys.modules)]
     kernels = {} if arch is None else {GPU: arch, "triton": version_of("triton")}
     return {name: version_of(name) for name in names} | kernels
 
 
 def version_of(name: str) -> str:
-    """Return a package's version, or this machine's GPU architecture for the name `GPU`; "" if missing."""
+    """Return a package's version, or this machine's GPU architecture for `GPU`; "" if missing."""
     if name == GPU:
         return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
     if name == "python":

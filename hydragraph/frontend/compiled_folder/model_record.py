@@ -3,10 +3,10 @@
     model       class, loss, list of blocks, fields of the packed batch, and tensors
     config      setting -> value, as JSON
     modules     class -> SHA-256 of the attributes of its instances
-    code        Python module -> SHA-256 of the file and of its classes' current methods; name of a replaced
-            library function -> SHA-256 of the replacement
+    code        Python module -> SHA-256 of the file and its classes' current methods; name of a replaced library
+                function -> SHA-256 of the replacement
 
-The record ignores weights and settings for text generation.
+It ignores weights and settings for text generation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hydragraph.frontend.state_readers import functions_in
 
 ModelRecord = Mapping[str, Mapping[str, str]]
 
-# Settings that describe the model's origin or text generation.
+# Settings for the model's origin or text generation.
 _APART = frozenset({"_name_or_path", "architectures", "bos_token_id", "eos_token_id", "transformers_version"})
 _ATTRIBUTES_APART = frozenset(
     {"training", "name_or_path", "generation_config", "warnings_issued", "_is_hf_initialized", "_weight_conversions"}
@@ -41,7 +41,6 @@ PARTS = ("model", "config", "modules", "code")
 def model_record(
     model: nn.Module, loss: Loss | None = None, example: Mapping[str, Tensor] | None = None, blocks: str | None = None
 ) -> ModelRecord:
-    """Return the record of a model and the arguments of `capture`, or raise Unsupported."""
     tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, tensors, type(model).__name__)
     try:
@@ -103,7 +102,7 @@ def _mode(model: nn.Module) -> str:
 
 
 def _tensors(model: nn.Module) -> list[tuple[Any, ...]]:
-    # numbers: id of a parameter -> its number, which is equal under all names of a tied parameter.
+    # numbers: id of a parameter -> its number, equal under all names of a tied parameter.
     numbers: dict[int, int] = {}
     parameters = [
         (name, tuple(p.shape), p.requires_grad, numbers.setdefault(id(p), len(numbers)))
@@ -143,7 +142,7 @@ def _code(model: nn.Module) -> Mapping[str, str]:
         for kind in sorted(classes, key=lambda kind: kind.__qualname__):
             digest.update(repr((kind.__qualname__, sorted(_methods(kind)))).encode())
         digests[module] = digest.hexdigest()
-    # Replaced methods are part of their class's digest; other patches get their own.
+    # A class's digest includes replaced methods; other patches get their own.
     methods = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
     for place, value in LibraryCode(model).patches:
         if place.rpartition(".")[0] not in methods and place not in methods:

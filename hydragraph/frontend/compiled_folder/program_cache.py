@@ -1,4 +1,4 @@
-"""Cache of captured programs, for library models with hydragraph's losses.
+"""Cache of programs of library models.
 
 A model's record and the libraries' versions determine its program, unless library code is patched (`library_code`).
 """

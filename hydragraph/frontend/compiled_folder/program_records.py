@@ -1,4 +1,4 @@
-"""Conversion of programs and variants to data and back, with validation."""
+"""Conversion of programs and variants to data and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ _PLACEHOLDERS = ("parameters", "buffers", "inputs")
 
 
 def program_data(program: Program) -> Data:
-    """Convert a program to data; raise ValueError if data cannot represent a graph."""
     plain = ("model", "dtype", "causal", "heads", "unplaced", "positions", "origin", "fingerprint")
     return {
         **{name: getattr(program, name) for name in plain},
@@ -35,7 +34,7 @@ def program_data(program: Program) -> Data:
 
 
 def program_of(value: object) -> Program:
-    """Build a program from data; raise MalformedRecord if a field is invalid."""
+    """Build a program from data; raise MalformedRecord for invalid fields."""
     plain = ("model", "dtype", "causal", "heads", "unplaced", "positions", "origin", "blocks", "aux")
     data = record_schema.fields(value, (*plain, "fingerprint", "parameters", "buckets", "templates"), "program")
     parts = built_fields(Program, data, plain, "program")
@@ -106,7 +105,7 @@ def _template_of(value: object) -> Template:
     takes = len(template.parameters) + len(template.buffers) + len(template.inputs)
     if len(placeholders_of(graph)) != takes:
         refuse(where, f"the graph has {len(placeholders_of(graph))} placeholders, but the file names {takes}")
-    # Rebuilding renames symbols, which changes a graph's digest.
+    # Rebuilding renames symbols, which changes the digest.
     digest = record_schema.text(data["digest"], where)
     traced = record_schema.wholes(data["traced"], where)
     vars(template)["content"] = (digest, template.parameters, template.buffers, template.inputs, traced)
@@ -153,7 +152,7 @@ def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
         refuse(where, "the backward computes an untrained value's gradient, or one parameter's gradient twice")
     if "hidden" in variant.added:
         refuse(where, "the gradient of the hidden state is accumulated")
-    # Each added gradient takes two values: the sum, and whether it has a value yet.
+    # An added gradient takes two values: the sum, and whether it is set.
     if len(placeholders_of(variant.backward)) != len(variant.needs) + 2 * len(variant.added):
         refuse(where, "the backward takes a different number of values than the file states")
     if len(results_of(variant.backward)) != len(variant.gradients):

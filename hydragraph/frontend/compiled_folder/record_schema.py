@@ -41,7 +41,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 _FORMATS = frozenset({"contiguous_format", "preserve_format", "channels_last", "strided"})
 
-# Maximum absolute value of each type, because JSON numbers can be larger.
+# Maximum absolute values; JSON numbers can be larger.
 _MOST: Mapping[type, float] = {bool: 1, int: 1 << 63, float: sys.float_info.max}
 
 
@@ -102,7 +102,6 @@ def dtype(value: object, where: str) -> torch.dtype:
 
 
 def record(kind: type[Record], value: object, where: str) -> Record:
-    """Build a dataclass from a mapping with exactly the dataclass's fields."""
     types = _types(kind)
     parts = built_fields(kind, fields(value, types, where), types, where)
     try:
@@ -142,17 +141,17 @@ _SCALARS: Mapping[object, Callable[[object, str], object]] = {str: text, int: wh
 
 
 def check_graphs(value: object, count: int, where: str) -> Mapping[str, Any]:
-    """Check and return the data of one trace, which has `count` graphs.
+    """Check and return the data of one trace with `count` graphs.
 
-    A node is [name, kind, target, args, kwargs, value] (`ir.graph_data`) and may use only earlier nodes.
+    A node is [name, kind, target, args, kwargs, value] (`ir.graph_data`) and uses only earlier nodes.
     """
     data = fields(value, ("hints", "graphs"), where)
-    # PyTorch specializes graphs for the sizes 0 and 1.
+    # PyTorch specializes graphs for sizes 0 and 1.
     hints = wholes(data["hints"], f"{where}: hints", least=2)
     graphs = listed(data["graphs"], f"{where}: graphs")
     if len(graphs) != count:
         refuse(where, f"expected {count} graphs, but there are {len(graphs)}")
-    # A size is a number, or text with symbols, which is evaluated for the hints.
+    # A size is a number, or text with symbols, evaluated for the hints.
     size = functools.cache(functools.partial(size_of, hints=hints))
     for number, nodes in enumerate(graphs):
         _Graph(f"{where}: graph {number}" if count > 1 else where, size).check(nodes)
@@ -181,7 +180,7 @@ class _Graph:
             where = f"{self._where}: node {number}"
             if not isinstance(entry, list) or len(entry) != 6:
                 refuse(where, "expected [name, kind, target, args, kwargs, value]")
-            # Every check precedes the construction of a graph, because FX executes generated code.
+            # Check everything before constructing a graph: FX executes generated code.
             if (entry[1] == "output") != (number == len(entries) - 1):
                 refuse(where, "expected one output, as the last node")
             name = entry[0]
@@ -193,7 +192,7 @@ class _Graph:
                 self._node(*entry)
             except ValueError as error:
                 raise MalformedRecord(f"{where} ({name}): {error}") from None
-            # Only later nodes may refer to this one, so a graph has no cycles.
+            # Only later nodes may refer to this one: no cycles.
             self._names.add(name)
 
     def _node(self, name: str, kind: object, target: Any, args: Any, kwargs: Any, value: Any) -> None:
@@ -226,7 +225,7 @@ class _Graph:
             raise MalformedRecord("expected a constant as [name, dtype, shape, elements in base64]")
         name, kind, shape, content = target
         parts = name.split(".") if isinstance(name, str) else [""]
-        # The constant becomes an attribute of the graph, and must not replace a method.
+        # The constant becomes an attribute of the graph, and must not hide a method.
         if not all(map(_IDENTIFIER.fullmatch, parts)) or hasattr(fx.GraphModule, parts[0]):
             raise MalformedRecord(f"a constant has the invalid name {name!r:.80}")
         size = math.prod(wholes(shape, "its shape")) * dtype(kind, "its dtype").itemsize
@@ -245,8 +244,8 @@ class _Graph:
             raise MalformedRecord(f"the method {target!r:.80} is not allowed")
         if len(args) != takes or set(kwargs) != ({"beta"} if target == "addmm_" else set()):
             raise MalformedRecord(f"the method {target} has invalid arguments")
-        # `COLLECTIVES` is the placeholder of collectives; a start method returns a started collective.
-        # on: name of the node whose method is called.
+        # on: node whose method is called, either the placeholder `COLLECTIVES` or the result of a
+        # start method.
         on = args[0].get("node") if isinstance(args[0], dict) else None
         if on is None or (on == COLLECTIVES, on in self._started) != (target in ON_COLLECTIVES, target in ON_STARTED):
             raise MalformedRecord(f"{on or args[0]!r:.80} does not have the method {target}")
@@ -264,7 +263,7 @@ class _Graph:
         elif isinstance(value, dict):
             if len(value) != 1:
                 raise MalformedRecord(f"the argument {value!r:.80} is invalid")
-            # JSON has no nodes, tuples or dtypes, so {"node": "x"} and {"tuple": [...]} stand for
+            # JSON has no nodes, tuples or dtypes; {"node": "x"} and {"tuple": [...]} stand for
             # them.
             ((kind, content),) = value.items()
             self._tagged(kind, content)
@@ -310,7 +309,7 @@ class _Graph:
             steps = [self._size(step) for step in listed(strides, "the strides of its value")]
             if len(sizes) != len(steps) or min([*sizes, *steps], default=0) < 0:
                 raise MalformedRecord(f"the value has the invalid shape {shape!r:.80} or strides {strides!r:.80}")
-            # A tensor may have a storage that is larger than its elements, because of its strides.
+            # Because of strides, a storage may be larger than its elements.
             if math.prod(sizes) > LARGEST_SIZE or sum(map(int.__mul__, sizes, steps)) > LARGEST_SIZE:
                 raise MalformedRecord("the value is larger than any memory")
             whole(storage, "the storage of its value")

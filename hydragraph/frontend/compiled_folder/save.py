@@ -1,4 +1,4 @@
-"""Write a program and its variants to a compiled folder."""
+"""Writing of a compiled folder."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from hydragraph.spec.strategy import Strategy
 
 PROGRAM = "program.json"
 GRAPHS = "graphs"
-# Mappings that are nested more deeply are written on several lines
+# More deeply nested mappings take several lines
 _ON_A_LINE = 3
 
 
 @dataclass(frozen=True, eq=False)
 class NamedVariant:
-    """Uncompiled variant that `save` writes to `graphs/{name}.json`."""
+    """Uncompiled variant, for `graphs/{name}.json`."""
 
     name: str
     keys: tuple[str, ...]
@@ -82,16 +82,13 @@ def save(
     ranks: int | None = None,
     arch: str | None = None,
 ) -> None:
-    """Write a program and its variants to a folder, and finally a manifest of all files.
-
-    Args:
-        model, check, ranks: as in `FolderManifest`.
+    """Write a program and its variants, and finally a manifest of all files.
 
     Raises:
         ValueError: a graph cannot be represented as data, or calls a forbidden operator.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # The manifest goes first and returns last, so an interrupted folder is never loaded.
+    # The manifest goes first and returns last: an interrupted folder is never loaded.
     (folder / NAME).unlink(missing_ok=True)
     (folder / GRAPHS).mkdir(exist_ok=True)
     data = program_data(program)
@@ -114,7 +111,7 @@ def _as_read(data: Mapping[str, Any]) -> Any:
 
 
 def json_text(data: Mapping[str, Any]) -> str:
-    """Return readable JSON: one node, block or parameter per line."""
+    """Return JSON with one node, block or parameter per line."""
     return _text(data, 0) + "\n"
 
 

@@ -16,7 +16,7 @@ MOST = 4096  # files
 
 
 class VariantCache:
-    """Variants in the user's cache folder, keyed by spec, package versions and hydragraph's source code."""
+    """Variants in the user's cache, keyed by spec, package versions and hydragraph's code."""
 
     def variant(self, spec: VariantSpec) -> Variant | None:
         path = _path(spec)
