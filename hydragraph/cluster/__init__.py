@@ -1,1 +1,1 @@
-"""Processes that start, find, monitor and notify each other, for any kind of work."""
+"""Processes that start, find, monitor and notify each other."""

@@ -1,4 +1,4 @@
-"""The process group that already exists, and an additional group that sends Python objects."""
+"""The existing process group, and one that sends Python objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hydragraph.private.process_groups import unbound
 
 
 def check_moves(default: dist.ProcessGroup) -> None:
-    """Raise a ValueError for PyTorch's fake group, whose operations transfer no data."""
     if "fake" in dist.get_backend(default):
         raise ValueError(
             "the default process group has the backend 'fake', whose operations transfer no data: call "
@@ -21,7 +20,7 @@ def check_moves(default: dist.ProcessGroup) -> None:
 
 @lru_cache(maxsize=1)
 def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Return a group that sends objects, or None if the default group can send CPU tensors (collective call)."""
+    """Return a group that sends objects, or None if the default group can (collective call)."""
     if any(device.type == "cpu" for device in default._device_types):
         return None
     if not dist.is_gloo_available():
@@ -35,12 +34,12 @@ def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
 
 
 def backend_of(devices: list[str | None]) -> str:
-    """Return "nccl" if every rank has its own GPU (NCCL rejects two ranks on one GPU), else "gloo"."""
+    """Return "nccl" if every rank has its own GPU, as NCCL requires, else "gloo"."""
     return "nccl" if None not in devices and len(set(devices)) == len(devices) else "gloo"
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """Return the UUID of a rank's GPU if NCCL can use this GPU, else None."""
+    """Return the UUID of a rank's GPU if NCCL can use it, else None."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return None
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,4 +1,4 @@
-"""Collective error handling: an error on one rank is raised on all ranks."""
+"""Collective error handling: one rank's error is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -14,30 +14,27 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """Ranks that exchange small picklable objects: a `World` or `Groups`."""
+    """A `World` or `Groups`, which exchanges small picklable objects."""
 
     def gather(self, value: T) -> list[T]: ...
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Text of one rank's error, and whether the user caused the error."""
-
     users: bool
     text: str
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        """Describe a `ValueError` by its message, and other errors by their type and message."""
         users = isinstance(error, ValueError)
         return Failure(users, str(error) if users else f"{type(error).__name__}: {error}")
 
 
 def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
-    """Run a function on every rank, and return all results; if one rank fails, all ranks raise an error.
+    """Run a function on every rank, and return all results.
 
-    A failed rank raises its own error. Other ranks raise the ValueError of the lowest failed rank, or a RankFailure if
-    that rank has another error.
+    If it fails on any rank, all ranks raise an error. A failed rank raises its own. The others raise the ValueError of
+    the lowest failed rank, or a RankFailure if that rank has another error.
     """
     error: Exception | None = None
     try:
@@ -45,7 +42,7 @@ def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
     except Exception as raised:
         outcome = Failure.of(raised)
         error = raised
-    # A failed rank also takes part, because the other ranks would otherwise wait for it forever.
+    # A failed rank takes part, because the others wait for it.
     outcomes = ranks.gather(outcome)
     if error is not None:
         raise agreed(error)
@@ -56,21 +53,21 @@ def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
 
 
 def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
-    """Like `together`, but return only this rank's result."""
+    """Like `together`, but return this rank's result."""
     results: list[T] = []
     together(ranks, what, lambda: results.append(work()))
     return results[0]
 
 
 def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) -> None:
-    """If `sent` is an error on any rank, raise an error on all ranks: this rank's `own`, or else the first `sent`."""
+    """If any rank has an error `sent`, raise on all ranks this rank's `own`, or else the first `sent`."""
     first = next((error for error in ranks.gather(sent) if error is not None), None)
     if first is not None:
         raise agreed(own or first)
 
 
 def from_one(world: World, make: Callable[[], T], rank: int = 0) -> T:
-    """Call a function on one rank, and return its result or raise its ValueError on all ranks."""
+    """Call a function on one rank; return its result, or raise its ValueError, on all ranks."""
     outcome: T | ValueError | None = None
     if world.rank == rank:
         try:

@@ -20,7 +20,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 Wait = Callable[[Message], None]
 Result = TypeVar("Result")
 
-# Up to this size, ranks exchange tensors and add them locally: for 16 B, this takes 0.1 ms, gloo's all-reduce 0.7-2 ms.
+# Up to this size, ranks exchange tensors and add locally: 0.1 ms for 16 B; gloo's all-reduce takes 0.7-2 ms
 _EXCHANGE_BYTES_PAIR = 256 * 1024  # 2 ranks
 _EXCHANGE_BYTES = 64 * 1024  # more ranks
 
@@ -30,19 +30,12 @@ def _wait(message: Message) -> None:
 
 
 class LossCollectives(Protocol):
-    """Methods of `Collectives` that losses need."""
-
     def all_gather(self, x: Tensor, dim: int) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class StartedCollective:
-    """Collective in progress.
-
-    Attributes:
-        result: function that waits for the result and returns it; call it once.
-        operands: tensors to keep alive until `result` has returned.
-    """
+    """Collective in progress; call `result` once, and keep `operands` alive until then."""
 
     result: Callable[[], Tensor]
     operands: object = None
@@ -52,9 +45,9 @@ class SumsProducts:
     """Mixin that splits a matrix product by rows, and all-reduces one piece while computing the next."""
 
     def start_all_reduce_product(self, factors: Sequence[Tensor], weights: Sequence[Tensor]) -> StartedCollective:
-        """Start to sum the products x @ w of `factors` x [T, K] and `weights` w [K, N] over all pairs and ranks."""
-        # whole: [T, N]; `piece` is a view of some of its rows, and `rows`
-        #   are the same rows of each x.
+        """Start the sum over all pairs and ranks of x @ w, with `factors` x [T, K] and `weights` w [K, N]."""
+        # whole: [T, N]; `piece` is a view of some of its rows, `rows` are the
+        #   same rows of each x.
         whole = factors[0].new_empty(factors[0].shape[0], weights[0].shape[1])
         started = []
         with torch.no_grad():
@@ -64,8 +57,6 @@ class SumsProducts:
                 torch.mm(rows[0], weights[0], out=piece)
                 for x, w in zip(rows[1:], weights[1:], strict=True):
                     piece.addmm_(x, w)
-                # The all-reduce of this piece runs while the next
-                # iteration computes the next piece.
                 started.append(self._start_sum(piece))
 
         def result() -> Tensor:
@@ -84,7 +75,7 @@ class SumsProducts:
 
 
 class StartsAtOnce(SumsProducts):
-    """Mixin whose `start_` methods block until the collective has finished."""
+    """Mixin whose `start_` methods block until completion."""
 
     def start_all_reduce(self, x: Tensor) -> StartedCollective:
         return self._ended("all_reduce", x)
@@ -113,8 +104,7 @@ def head_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a head's loss, this rank's term of the gradient of `hidden`, and the gradient of `weight`.
 
-    `weight` has the head's rows from row `start`. `rows`, the approximate number of rows per rank, is equal on all
-    ranks.
+    `weight` has the head's rows from row `start`. `rows`, their approximate number per rank, is equal on all ranks.
     """
     exchange = _exchange_of(collectives)
     target = target_of(smoothing, classes)
@@ -124,7 +114,7 @@ def head_loss(
 def head_token_losses(
     collectives: LossCollectives, hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's loss and the log-sum-exp of its logits; `start` is as for `head_loss`."""
+    """Return each token's loss and the log-sum-exp of its logits."""
     return losses_of(hidden, weight, labels, ignored, rows, int(start), _exchange_of(collectives))
 
 
@@ -136,13 +126,13 @@ def _exchange_of(collectives: LossCollectives) -> Exchange:
 class Collectives(SumsProducts):
     """Collectives within one stage.
 
-    All ranks of the stage call the same methods in the same order, with tensors of equal shape. Each method returns a
-    new tensor. Reductions are bitwise equal on every rank. A `start_` method does not wait for its collective.
+    All ranks call the same methods in the same order, with tensors of equal shape. Each method returns a new tensor.
+    Reductions are bitwise equal on every rank. `start_` methods do not wait.
 
     Attributes:
         ranks: the stage's ranks, in the order of shards.
         group: communicator of `ranks`; None for a single rank.
-        native: whether to use the backend's collectives for all tensor sizes.
+        native: whether the backend's collectives send even small tensors.
     """
 
     ranks: tuple[int, ...]
@@ -154,7 +144,6 @@ class Collectives(SumsProducts):
 
     @property
     def size(self) -> int:
-        """Tensor-parallel degree."""
         return len(self.ranks)
 
     @property
@@ -162,11 +151,11 @@ class Collectives(SumsProducts):
         return self.ranks.index(self.rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the stage's ranks; small half-precision tensors are added in fp32."""
+        """Return the sum over the ranks; small half-precision tensors are added in fp32."""
         return self.start_all_reduce(x).result()
 
     def start_all_reduce(self, x: Tensor) -> StartedCollective:
-        # Exchange small tensors: every rank sends x to every other rank, and adds all parts itself.
+        # Exchange small tensors: all ranks send x to all, and add all parts.
         if self._exchanges(x):
             return self._exchange([x] * self.size, _sum)
         return self._native_all_reduce(x.clone(memory_format=torch.contiguous_format), dist.ReduceOp.SUM)
@@ -189,16 +178,16 @@ class Collectives(SumsProducts):
             return self._exchange([x] * self.size, lambda parts: torch.cat(parts, dim))
         assert self.group is not None
         x = x.contiguous()
-        # out: [size, *x.shape]; out[i] comes from the i-th lowest rank,
-        #   because groups sort their ranks.
+        # out: [size, *x.shape]; out[i] is from the i-th lowest rank, because
+        #   groups sort their ranks.
         out = x.new_empty((self.size, *x.shape))
         with torch.no_grad(), self.guard():
             work = all_gather(out.view(-1), x.view(-1), self.group)
 
         def result() -> Tensor:
             self.wait(Message(work))
-            # Ranks (4, 1) gather in the group's order (1, 4), so rank 4's part
-            #   is out[1] and comes first.
+            # Ranks (4, 1) gather in the group's order (1, 4), so rank 4's part is
+            #   out[1] and comes first.
             places = sorted(self.ranks)
             return torch.cat([out[places.index(rank)] for rank in self.ranks], dim)
 
@@ -213,7 +202,7 @@ class Collectives(SumsProducts):
             # `_exchange` adds in a fixed order, and sends no more bytes than gloo's reduce-scatter.
             return self._exchange(parts, _sum)
         assert self.group is not None
-        # `self.group` orders ranks ascending, but the order of `self.ranks` may differ.
+        # `self.group` orders ranks ascending, unlike `self.ranks`.
         by_group = torch.stack([parts[self.ranks.index(rank)] for rank in sorted(self.ranks)])
         out = torch.empty_like(by_group[0])
         with torch.no_grad(), self.guard():
@@ -221,7 +210,6 @@ class Collectives(SumsProducts):
         return StartedCollective(lambda: self._ended([work], out), by_group)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's contiguous shard, along `dim`, of a replicated tensor."""
         return self._parts(x, dim)[self.index].clone(memory_format=torch.contiguous_format)
 
     head_loss = head_loss
@@ -242,8 +230,8 @@ class Collectives(SumsProducts):
         return StartedCollective(lambda: self._ended([work], out))
 
     def _exchange(self, parts: Sequence[Tensor], combine: Callable[[list[Tensor]], Tensor]) -> StartedCollective:
-        # `parts` holds one tensor for each place. Each rank gets the tensors for its own place from
-        # all ranks, and keeps the order of `self.ranks`, so that every rank adds in the same order.
+        # parts: one tensor per place. Each rank gets its place's tensors, in the order of
+        # `self.ranks`, so that all add alike.
         mine = parts[self.index].contiguous()
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in self.ranks]
         sent = [part.contiguous() for part in parts]
@@ -251,8 +239,7 @@ class Collectives(SumsProducts):
         with torch.no_grad(), self.guard():
             for place, rank in enumerate(self.ranks):
                 if rank != self.rank:
-                    # All messages are asynchronous, and only `_ended` waits, so the order
-                    # among peers cannot deadlock.
+                    # Only `_ended` waits for messages, so their order cannot deadlock.
                     works.append(dist.irecv(received[place], rank, self.group))
                     works.append(dist.isend(sent[place], rank, self.group))
         return StartedCollective(lambda: combine(self._ended(works, received)), sent)
@@ -265,8 +252,6 @@ class Collectives(SumsProducts):
 
 
 class StagedCollectives(StartsAtOnce):
-    """`Collectives` that send GPU tensors through host memory."""
-
     def __init__(self, host: Collectives, staging: Staging) -> None:
         self._host = host
         self._staging = staging
@@ -298,7 +283,7 @@ AnyCollectives = Collectives | StagedCollectives
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
     first = parts[0]
-    # Half-precision parts are added in fp32, and the sum is rounded only once.
+    # Half-precision parts are added in fp32, and rounded once.
     total = first.to(torch.float32 if first.dtype in (torch.bfloat16, torch.float16) else first.dtype, copy=True)
     for part in parts[1:]:
         total += part
@@ -306,13 +291,13 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def all_gather(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start an all-gather of `inp` into `out`, in the order of the group's ranks along dim 0."""
+    """Start an all-gather of `inp` into `out`, in the group's order along dim 0."""
     # PyTorch 2.13 renames `all_gather_into_tensor` and `reduce_scatter_tensor`.
     function: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return function(out, inp, group=group, async_op=True)
 
 
 def reduce_scatter(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start a reduce-scatter of `inp` into `out`, in the order of the group's ranks along dim 0."""
+    """Start a reduce-scatter of `inp` into `out`, in the group's order along dim 0."""
     function: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return function(out, inp, group=group, async_op=True)

@@ -1,17 +1,17 @@
 """An executable's communicators.
 
 Each kind of traffic has its own communicator, because a connection is a queue: after 64 MB of weights, a 4-byte message
-to the same peer waits 17-45 ms in the same gloo group, but 0.2-2.7 ms in a separate group.
+to the same peer waits 17-45 ms in the same gloo group, but 0.2-2.7 ms in another.
 
-    communicator      ranks               traffic                           ordered by
-    Channel.PULL      all ranks           weights from their owners         the programs' pulls
-    Channel.PUSH      all ranks           gradients to their owners         the programs' pushes
-    Channel.COMMIT    all ranks           totals of a step, objects         calls
-                                          gradients to second owners        the programs' pushes, before the totals
-    Channel.MOVE      all ranks           state that moves during a step    windows of state; created if needed
-    Channel.UP        all ranks           stages' messages to higher ranks  sends, per pair of ranks
-    Channel.DOWN      all ranks           stages' messages to lower ranks   sends, per pair of ranks
-    tp-0-1-...        ranks of one stage  collectives of its graphs         the stage's instructions
+    communicator      ranks               traffic                       ordered by
+    Channel.PULL      all ranks           weights from owners           the programs' pulls
+    Channel.PUSH      all ranks           gradients to owners           the programs' pushes
+    Channel.COMMIT    all ranks           totals of a step, objects     calls
+                                          gradients to second owners    the programs' pushes, before the totals
+    Channel.MOVE      all ranks           state moved during a step     windows of state; created if needed
+    Channel.UP        all ranks           messages to higher ranks      sends, per pair of ranks
+    Channel.DOWN      all ranks           messages to lower ranks       sends, per pair of ranks
+    tp-0-1-...        ranks of one stage  collectives of its graphs     the stage's instructions
 
 Under NCCL, pulls, pushes and moves use few multiprocessors. All other traffic has high priority, because computation
 waits for it.
@@ -52,19 +52,15 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-# Maximum peers in one grouped NCCL operation; NCCL allocates buffers for each peer.
+# Maximum peers in a grouped NCCL operation, which has buffers for each
 _GROUPED = 32
-# Bytes of the first message that `Groups.tell` sends, and of the length field at the start of this message.
+# Bytes of the first message of `Groups.tell`, and of the length field at its start
 _TOLD = 1 << 14
 _LENGTH = 8
 
 
 class Channel(Enum):
-    """Kind of traffic between all ranks.
-
-    Each direction of point-to-point traffic has a channel, because a communicator of NCCL has one queue per pair of
-    ranks.
-    """
+    """Kind of traffic; UP and DOWN are separate, because an NCCL communicator has one queue per pair of ranks."""
 
     PULL = "pull"
     PUSH = "push"
@@ -75,9 +71,9 @@ class Channel(Enum):
 
 
 class Groups:
-    """Communicators of one executable; all ranks call collective methods in the same order.
+    """Communicators of one executable.
 
-    For a single rank, collectives copy their input to their output and return None.
+    All ranks call collective methods in the same order. For a single rank, they copy their input and return None.
     """
 
     def __init__(self, world: World, timeout: timedelta, *, capacity: int = 64) -> None:
@@ -90,25 +86,25 @@ class Groups:
         self._staging = Staging(world.device) if world.backend == "gloo" and world.device.type != "cpu" else None
         self.waited_s = 0.0
         self.closed = False
-        # Number of calls of `reduce_to_host`, equal on all ranks
+        # Number of `reduce_to_host` calls, equal on all ranks
         self._reductions = 0
-        # Broadcasts that other ranks may not have received yet
+        # Broadcasts that some ranks may not have received
         self._told: tuple[Message, ...] = ()
         self._channels: dict[Channel, dist.ProcessGroup] = {}
-        # Groups by sorted ranks, or None if this rank is not a member. The least recently used group comes first. The
-        # order is equal on all ranks.
+        # Groups by sorted ranks, None if this rank is not a member; least recently used first, in equal order on all
+        # ranks
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
         self._pairs: set[Pair] = set()
         if world.ranks > 1:
             began = time.perf_counter()
-            # A rank may be lost while the ranks connect
+            # A rank may be lost meanwhile
             self._watch.also_abort(self.abort)
             with self._watch.guarding():
                 for channel in Channel:
                     if channel is not Channel.MOVE:
                         self._channels[channel] = self._of_all(channel)
                 self._settle()
-                # `Channel.UP` and `Channel.DOWN` connect later, pair by pair (`connect`).
+                # `Channel.UP` and `Channel.DOWN` connect later, by pairs (`connect`).
                 self._connect(*(self._channels[channel] for channel in (Channel.PULL, Channel.PUSH, Channel.COMMIT)))
             seconds = time.perf_counter() - began
             _LOG.info("created the communicators of %d ranks over %s in %.2f s", world.ranks, world.backend, seconds)
@@ -125,18 +121,18 @@ class Groups:
         background = {Channel.PULL.value, Channel.PUSH.value, Channel.MOVE.value}
         options = nccl_options(self._timeout, name not in background) if self.world.backend == "nccl" else None
         settings: dict[str, Any] = {"timeout": self._timeout, "backend": self.world.backend, "pg_options": options}
-        # With use_local_synchronization, ranks that are in different numbers of groups would name a group differently.
-        # A group bound to a device has one communicator for all pairs of ranks, so programs can deadlock.
+        # With use_local_synchronization, ranks in different numbers of groups would name a group differently. A group
+        # bound to a device has one communicator for all pairs, which can deadlock.
         with unbound():
             group = self.call(lambda: dist.new_group(list(ranks), group_desc=f"hydragraph-{name}", **settings))
         return group if isinstance(group, dist.ProcessGroup) else None
 
     def _settle(self) -> None:
-        """Wait for all ranks: a rank that exits early breaks connections that other ranks are still opening."""
+        """Wait for all ranks: an early exit breaks connections that others are still opening."""
         self.gather(None)
 
     def open_moving(self) -> None:
-        """Create the communicator `Channel.MOVE`; all ranks call `open_moving`."""
+        """Create `Channel.MOVE` (collective call)."""
         if self.world.ranks == 1 or Channel.MOVE in self._channels:
             return
         with self._watch.guarding():
@@ -145,20 +141,19 @@ class Groups:
             self._connect(self._channels[Channel.MOVE])
 
     def _connect(self, *groups: dist.ProcessGroup) -> None:
-        """Connect NCCL's communicators with a first operation, which blocks the host until all members take part."""
+        """Connect NCCL's communicators by a first operation, which blocks the host until all members take part."""
         if self.world.backend == "nccl":
             for group in groups:
                 self.call(partial(_first, partial(dist.all_reduce, group=group), self.world.device))
 
     def connect(self, program: RankProgram) -> None:
-        """Connect this rank with its program's peers; all ranks call `connect`."""
+        """Connect this rank with its program's peers (collective call)."""
         if self.world.backend != "nccl":
-            # Gloo connected all ranks when the groups were created
+            # Gloo has already connected all ranks
             return
         rank = self.world.rank
-        # The first operation of a pair blocks both of its ranks. All ranks follow one global
-        # order of pairs, so both ends of the first unconnected pair always wait for each other,
-        # and no cycle of waits can form.
+        # A pair's first operation blocks both ranks. With one global order of pairs, both ends of
+        # the first unconnected pair wait for each other, so waits cannot form a cycle.
         for pair in sorted(pairs(program) - self._pairs, key=connecting_order):
             source, destination = pair
             group = self._direction(source, destination)
@@ -176,7 +171,7 @@ class Groups:
         if message is None:
             return
         began = time.perf_counter()
-        # gloo's wait on a broken connection may block forever, so another thread waits.
+        # gloo's wait on a broken connection may never end, so another thread waits.
         if self.world.backend == "nccl":
             with self._guard():
                 message.work.wait()
@@ -193,8 +188,8 @@ class Groups:
         staging = self._staging
         if staging is None:
             return Message(start(out, inp))
-        # gloo reads and writes host memory. `landed` copies the result to
-        # the device after the operation.
+        # gloo uses host memory. `landed` copies the result to the device
+        # after the operation.
         arriving = staging.incoming(out)
         leaving = staging.outgoing(inp)
         return Message(start(arriving, leaving), lambda: staging.arrived(arriving, out), (arriving, leaving))
@@ -202,13 +197,12 @@ class Groups:
     def all_to_all(
         self, channel: Channel, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> Message | None:
-        """Start sending consecutive parts of `inp` to the ranks, and receiving the ranks' parts into `out`.
+        """Start sending consecutive parts of `inp` to the ranks, and receiving their parts into `out`.
 
         Args:
-            channel: operations of one channel run in the order in which they start.
-            out, inp: contiguous tensors, split along dim 0; keep them alive until completion.
-            out_splits: size along dim 0 of the part received from each rank.
-            in_splits: size along dim 0 of the part sent to each rank.
+            channel: its operations run in the order in which they start.
+            out, inp: contiguous tensors, to keep alive until completion.
+            out_splits, in_splits: sizes along dim 0 of the parts received from, and sent to, each rank.
         """
         if self.world.backend == "nccl" and self.world.ranks > _GROUPED:
             works = in_rounds(out, inp, out_splits, in_splits, self._channels[channel])
@@ -222,17 +216,17 @@ class Groups:
         return self._move(out, inp, start)
 
     def all_gather(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
-        """Start an all-gather of `inp` into `out`, in rank order along dim 0; shapes are equal on all ranks."""
+        """Start an all-gather in rank order along dim 0; shapes are equal on all ranks."""
         return self._move(out, inp, lambda to, of: all_gather(to, of, self._channels[channel]))
 
     def reduce_scatter(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
-        """Start a reduce-scatter of `inp`, in rank order along dim 0, into `out`; shapes are equal on all ranks."""
+        """Start a reduce-scatter in rank order along dim 0; shapes are equal on all ranks."""
         return self._move(out, inp, lambda to, of: reduce_scatter(to, of, self._channels[channel]))
 
     def all_reduce(
         self, channel: Channel, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:
-        """Reduce a tensor over all ranks in place; the result is bitwise equal on every rank."""
+        """Reduce a tensor in place; the result is bitwise equal on every rank."""
         if self.world.ranks > 1:
             staging = self._staging
             host = tensor if staging is None else staging.outgoing(tensor)
@@ -244,24 +238,24 @@ class Groups:
     def reduce_to_host(
         self, channel: Channel, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
-        """Reduce a tensor over all ranks; return the result in host memory, bitwise equal on every rank.
+        """Like `all_reduce`, but return the result in host memory.
 
-        After an abort of its communicator, NCCL returns an undefined result without an error, so every rank adds a mark
-        to the tensor, and a missing mark raises an error.
+        After an abort, NCCL returns an undefined result without an error, so every rank adds a mark to the tensor, and
+        a missing mark raises an error.
         """
         ranks = self.world.ranks
         if ranks == 1:
             return tensor.to("cpu", copy=True)
         self._reductions += 1
-        # marks: [ranks], this rank's count at its own place, else 0, so that SUM and MAX
-        #   give all counts: rank 1 of 3 sends [0, 7, 0] with its 7th reduction, and every
-        #   rank must receive [7, 7, 7]
+        # marks: [ranks], this rank's count at its place, else 0, so that SUM and MAX give
+        #   all counts: rank 1 of 3 sends [0, 7, 0] with its 7th reduction, and must
+        #   receive [7, 7, 7]
         marks = tensor.new_zeros(ranks)
         marks[self.world.rank] = self._reductions
         reduced = torch.cat([tensor.flatten(), marks])
         self.all_reduce(channel, reduced, operation)
         with self._watch.waiting():
-            # This copy waits for the current stream
+            # Waits for the current stream
             on_host = reduced.to("cpu", copy=True)
         self._watch.check()
         if not bool((on_host[-ranks:] == self._reductions).all()):
@@ -276,11 +270,10 @@ class Groups:
         return values
 
     def tell(self, value: T) -> T:
-        """Return rank 0's small picklable value on every rank; rank 0 does not wait for the other ranks."""
+        """Return rank 0's small picklable value on every rank; rank 0 does not wait."""
         if self.world.ranks == 1:
             return value
-        # Rank 0 does not wait below, so it first waits for its previous broadcasts,
-        # and their tensors can be freed.
+        # Rank 0 first waits for its previous broadcasts, to free their tensors.
         for message in self._told:
             self.wait(message)
         self._told = ()
@@ -302,8 +295,8 @@ class Groups:
             self.wait(messages[-1])
             return tensor.numpy().tobytes()
 
-        # Other ranks do not know the length. The first broadcast has a fixed size and starts with
-        # the length; a second broadcast with the rest follows only if the content does not fit.
+        # Other ranks do not know the length, so the first broadcast has a fixed size and starts with
+        # it; a second has the rest, if any.
         arrived = share(data[:_TOLD], _TOLD)
         length = _LENGTH + int.from_bytes(arrived[:_LENGTH], "little")
         if length > _TOLD:
@@ -315,7 +308,6 @@ class Groups:
         return received
 
     def same_everywhere(self, what: str, text: str) -> None:
-        """Raise a ValueError on every rank if a short text differs between ranks."""
         texts = self.gather(text)
         if len(set(texts)) > 1:
             ranks = {value: [rank for rank, other in enumerate(texts) if other == value] for value in texts}
@@ -323,9 +315,9 @@ class Groups:
             raise ValueError(f"ranks differ in {what}: {differing}; give every rank the same {what}")
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        """Start sending a contiguous tensor, which must not change until the message is complete.
+        """Start sending a contiguous tensor, which must not change until completion.
 
-        gloo matches sends and receives by tag; NCCL matches them in order, per sender and receiver.
+        gloo matches sends and receives by tag, NCCL by their order per pair of ranks.
         """
         leaving = tensor if self._staging is None else self._staging.outgoing(tensor)
         work = dist.isend(leaving, peer, self._direction(self.world.rank, peer), tag)
@@ -333,7 +325,6 @@ class Groups:
         return Message(work, kept=(leaving,))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        """Start receiving into a contiguous tensor."""
         staging = self._staging
         arriving = tensor if staging is None else staging.incoming(tensor)
         work = dist.irecv(arriving, peer, self._direction(peer, self.world.rank), tag)
@@ -345,23 +336,22 @@ class Groups:
         return self._channels[Channel.UP if destination > source else Channel.DOWN]
 
     def tensor_parallel(self, rank_sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], AnyCollectives]:
-        """Create the communicators of stages that do not have one; all ranks pass the same list.
+        """Create missing communicators of stages; all ranks pass the same list.
 
         Args:
             rank_sets: each stage's ranks, in tensor-parallel order.
 
         Returns:
-            The collectives of each item of `rank_sets` that includes this rank, valid until the next call.
+            The collectives of sets with this rank, valid until the next call.
         """
         # Stages with the same ranks, in any order, share a group.
-        # needed: sorted ranks of each stage of several ranks, in the same order on all ranks
+        # needed: sorted ranks of each stage with several ranks, in the same order on all ranks
         needed = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
         missing = [ranks for ranks in needed if ranks not in self._tensor_parallel]
         if missing:
             with self._watch.guarding():
                 for ranks in missing:
-                    # Every rank takes part in the creation of every group, and gets
-                    # None for groups without itself.
+                    # All ranks create every group, and get None for other ranks' groups.
                     self._tensor_parallel[ranks] = self._new("tp-" + "-".join(map(str, ranks)), ranks)
                 self._settle()
                 self._connect(*(group for ranks in missing if (group := self._tensor_parallel[ranks]) is not None))
@@ -379,14 +369,14 @@ class Groups:
 
     def _evict(self, capacity: int) -> None:
         while len(self._tensor_parallel) > capacity:
-            # All ranks hold the same keys in the same order, so they destroy the same group.
+            # All ranks have the same keys in the same order, so they destroy the same group.
             ranks, group = self._tensor_parallel.popitem(last=False)
             _LOG.info("closed the least recently used communicator (ranks %s): at most %d are kept", ranks, capacity)
             if group is not None:
                 dist.destroy_process_group(group)
 
     def abort(self) -> None:
-        """Abort pending NCCL operations from any thread; gloo's operations end when their sockets are closed."""
+        """Abort pending NCCL operations, from any thread; gloo's operations end when their sockets are closed."""
         if self.world.backend == "nccl":
             abort_together(self._all())
 
@@ -397,7 +387,7 @@ class Groups:
         self._tensor_parallel.clear()
         self._waiter.close()
         for group in groups:
-            # A new rendezvous may already have dropped all groups.
+            # A new rendezvous may have dropped all groups.
             with contextlib.suppress(ValueError):
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
@@ -406,7 +396,7 @@ class Groups:
             drop(groups)
 
     def _all(self) -> list[dist.ProcessGroup]:
-        # The copies are atomic, because the watch's thread also calls `_all`.
+        # The copies are atomic: the watch's thread also calls `_all`.
         every = [*self._channels.copy().values(), *self._tensor_parallel.copy().values()]
         return [group for group in every if group is not None]
 
@@ -420,16 +410,15 @@ def _first(operation: Callable[[Tensor], object], device: torch.device) -> None:
 def in_rounds(
     out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], group: dist.ProcessGroup
 ) -> CombinedWork:
-    """Start an all-to-all in rounds of messages to at most `_GROUPED` peers; empty messages are skipped."""
+    """Start an all-to-all in rounds of at most `_GROUPED` peers, without empty messages."""
     leaving = inp.split(list(in_splits))
     arriving = out.split(list(out_splits))
     rank = group.rank()
     ranks = group.size()
-    # The part of this rank itself needs no message.
     arriving[rank].copy_(leaving[rank])
     works: list[Operation] = []
-    # In the round of distance d, this rank sends to rank + d while rank - d sends to this rank.
-    # Every send thus meets its receive in the same round, and rounds cannot wait for each other.
+    # In the round of distance d, a rank sends to rank + d and receives from rank - d. Sends meet
+    # their receives in the same round, so rounds cannot wait for each other.
     for first in range(1, ranks, _GROUPED):
         operations = []
         for distance in range(first, min(first + _GROUPED, ranks)):

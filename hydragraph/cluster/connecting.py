@@ -17,7 +17,7 @@ def pairs(program: RankProgram) -> set[Pair]:
 def connecting_order(pair: Pair) -> tuple[int, int, int, bool]:
     """Return a pair's sort key, which lets many pairs connect in parallel.
 
-    Pairs at distance d form chains i, i + d, i + 2 d, ...; the 1st, 3rd, 5th, ... pairs of each chain come first.
+    Pairs at distance d form chains i, i + d, i + 2 d, ...; each chain's 1st, 3rd, 5th, ... pairs come first.
 
         8 ranks, distance 1      (0, 1) (2, 3) (4, 5) (6, 7), then (1, 2) (3, 4) (5, 6)
     """

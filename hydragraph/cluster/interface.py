@@ -1,7 +1,4 @@
-"""gloo's network interface.
-
-By default, gloo listens at the address that the host's name resolves to (127.0.1.1 on Debian).
-"""
+"""gloo's network interface: by default, that of the host name's address (127.0.1.1 on Debian)."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from pathlib import Path
 
 from hydragraph.cluster.processes.rendezvous_stores import is_loopback, resolved
 
-# Addresses reserved for documentation (RFC 5737, RFC 3849); packets to them would use the default route.
+# Addresses for documentation (RFC 5737, RFC 3849); packets to them would use the default route
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 _SIOCGIFADDR = 0x8915
 
 
 def interface_for(address: str) -> str | None:
-    """Return the interface for gloo, or None if gloo's default works or no interface is found."""
+    """Return gloo's interface, or None if its default works or none is found."""
     if sys.platform != "linux" or not all(map(is_loopback, resolved(socket.gethostname()))):
         return None
     if address == "localhost" or (address in resolved(address) and is_loopback(address)):
@@ -33,7 +30,7 @@ def interface_for(address: str) -> str | None:
 
 
 def own_address(targets: Iterable[str]) -> str:
-    """Return this machine's address on gloo's interface, or else on the route to a target."""
+    """Return this machine's address on gloo's interface, or on the route to a target."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     chosen = address_of(name) if name else None
     sources = (_source(address) for target in targets for address in resolved(target))

@@ -1,4 +1,4 @@
-"""Functions that start ranks as local processes, or join the ranks of another launcher."""
+"""Functions that start local ranks, or join another launcher's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-# Maximum number of processes per host; each needs about 0.3 GB
+# Maximum processes per host; each needs about 0.3 GB
 _MOST = 1024
 _ASK_S = 5.0
 _REACHED_S = 300.0
@@ -58,7 +58,7 @@ _ARRIVAL_POLL_S = 0.01
 _HERE = "hydragraph/here"
 _ARRIVAL = timedelta(minutes=30)
 
-# A fork takes 10 ms, an import of torch seconds. On macOS, forks are unsafe.
+# A fork takes 10 ms, an import of torch seconds; on macOS, forks are unsafe
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 PRELOAD = [
@@ -76,7 +76,6 @@ class World:
     """This process's rank and device, and its access to the other ranks.
 
     Attributes:
-        local_rank: rank within this host.
         backend: "nccl" if every rank has its own GPU, else "gloo".
         node: name of the node, whose ranks may be lost together.
         objects: process group for objects, or None for the default group.
@@ -112,10 +111,9 @@ def join(device: torch.device | str | None = None) -> World:
     device, local_rank = _of_this_rank(device)
     name = gpu_name(device)
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    # A single process without MASTER_ADDR has no other ranks to meet.
+    # A single process without MASTER_ADDR meets no other ranks.
     if launched and os.environ["WORLD_SIZE"] == "1" and "MASTER_ADDR" not in os.environ:
         launched = False
-    # First, meet the launcher's other ranks, unless the user has created a process group.
     if not dist.is_initialized() and launched:
         # Objects are sent as CPU tensors.
         kind = "gloo" if name is None else "cpu:gloo,cuda:nccl"
@@ -133,15 +131,13 @@ def join(device: torch.device | str | None = None) -> World:
     # Two nodes may share a host
     node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
     world = World(rank, ranks, local_rank, device, "gloo", watch, node)
-    # The backend is known only after all ranks have exchanged the names of their GPUs. The watch
-    # already guards this exchange.
+    # The backend is known only after ranks have exchanged GPU names, under the watch.
     with watch.calling("join"):
         world = replace(world, objects=watch.call(lambda: object_group(group)))
         return replace(world, backend=backend_of(world.gather(name)))
 
 
 def apart(device: torch.device | str | None = None) -> World:
-    """Return a world whose only rank is this process; `device` is as for `join`."""
     device, local_rank = _of_this_rank(device)
     return World(0, 1, local_rank, device, backend_of([gpu_name(device)]))
 
@@ -154,7 +150,6 @@ def _of_this_rank(asked: torch.device | str | None) -> tuple[torch.device, int]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
         gpus = torch.cuda.device_count()
-        # A member's local rank may change, but not its GPU
         member = here()
         own = (local_rank if member is None else member.gpu) % gpus
         device = torch.device("cuda", own if device.index is None else device.index)
@@ -178,10 +173,7 @@ def _device(asked: torch.device | str | None) -> torch.device:
 
 
 def _store_of_launcher(rank: int, ranks: int) -> Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT.
-
-    torchrun's store outlives the ranks, so each restart uses new keys.
-    """
+    """Return the launcher's store, with new keys for each restart under torchrun."""
     for name, what in (("MASTER_ADDR", "the address of rank 0's machine"), ("MASTER_PORT", "a free port there")):
         if name not in os.environ:
             raise ValueError(f"{name} is not set: set it to {what}, on every rank")
@@ -205,10 +197,10 @@ def _store_of_launcher(rank: int, ranks: int) -> Store:
     else:
         _reach(address, port, rank)
         store = client(address, port)
-        # Announce this rank to rank 0, which logs the ranks that are missing (`_wait_for_ranks`).
+        # Rank 0 logs missing ranks (`_wait_for_ranks`).
         store.set(f"{_HERE}/{rank}", "")
-    # Keys of an earlier attempt may remain in torchrun's store, so the ranks agree on a new prefix.
-    # A store of rank 0's own process starts empty.
+    # torchrun's store may have keys of an earlier attempt, so ranks agree on a new prefix. Rank 0's
+    # own store starts empty.
     joining = dist.PrefixStore("hydragraph/generations", store)
     name = generation(joining, rank, ranks, _ARRIVAL) if shared else "first"
     return dist.PrefixStore(f"hydragraph/{name}", store)
@@ -256,20 +248,19 @@ def launch(
 ) -> list[T]:
     """Run `function(*args)` on `ranks` processes of this host, connected by gloo on the CPU.
 
-    The function gets its rank from `torch.distributed`. The function, its arguments and its result are pickled;
-    tensors are copied, and closures are supported. In a script, call `launch` under `if __name__ == "__main__":`,
-    because ranks import the script. All processes have ended when the call returns.
+    The function gets its rank from `torch.distributed`. The function, its arguments and its result are pickled; tensors
+    are copied, and closures are supported. In a script, call `launch` under `if __name__ == "__main__":`, because ranks
+    import the script. All processes have ended when the call returns.
 
     Args:
         timeout: time limit of the whole run, or None.
-        prepare: function called once, in a separate process. The result of `prepare`, such as a tuple (model, program,
-            result of `precompile`), becomes the first argument of `function`. Ranks map the result from one file, so
-            weights are shared in memory until a rank changes them.
+        prepare: function called once, in a separate process. Its result, such as a tuple (model, program, result of
+            `precompile`), becomes the first argument of `function`. Ranks map it from one file, so weights share memory
+            until a rank changes them.
         relay: forwards stop requests to the ranks' processes.
-        elastic: settings for continuing when ranks are lost; `function` must call `hydragraph.survive` when a step
-            raises an error.
-        nodes: machines of an elastic run that this machine leads; call `follow` on the other machines. `ranks` counts
-            the ranks of all machines.
+        elastic: settings for lost ranks; `function` must call `hydragraph.survive` when a step raises an error.
+        nodes: machines of an elastic run that this machine leads; call `follow` on the others. `ranks` counts all
+            machines' ranks.
 
     Returns:
         The ranks' results, by rank; with `elastic`, only those of ranks that remain at the end.
@@ -278,7 +269,7 @@ def launch(
         ValueError: a value cannot be pickled, or `ranks` is not positive.
         RankFailure: a rank died.
         TimeoutError: the run exceeded `timeout`.
-        Any other error: the error of the rank that failed first, with its traceback as a note.
+        Any other error: that of the rank that failed first, with its traceback as a note.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(f"launch: a rank imported this script, which called launch again; {GUARD}")
@@ -298,7 +289,7 @@ def launch(
         raise ValueError(f"launch: timeout={timeout!r}: give a datetime.timedelta, as in timedelta(seconds=60)")
     work = _pickled(function, args)
     context = starting(function, prepare)
-    # This starts a thread, so it must come after `starting`.
+    # Starts a thread, so it must come after `starting`.
     server = hosted(HOST if nodes is None else nodes.address, 0)
     run = run_crew if elastic is None else partial(run_members, elastic, nodes)
     timeout_s = math.inf if timeout is None else timeout.total_seconds()
@@ -314,27 +305,27 @@ def launch(
 
 
 def follow(nodes: RunMachines, say: Callable[[str], None]) -> RunMachines | None:
-    """Start and watch this machine's ranks for a `launch` on another machine.
+    """Start and watch this machine's ranks for another machine's `launch`.
 
     Returns:
-        If this machine was elected leader, the `nodes` of a `launch` that continues the run; None if the run ended.
+        None if the run ended; on an elected leader, the `nodes` of a `launch` that continues the run.
     """
     context = starting()
     if nodes.election is not None:
-        # Import modules in the fork server now, because an elected leader must not wait for imports.
+        # Import in the fork server now: an elected leader must not wait for it.
         first = context.Process(target=int)
         first.start()
         first.join()
     handed = NodeAgent(context, nodes, say).run()
     if handed is None or nodes.election is None:
         return None
-    # Without a previous leader, the run begins with this machine, and no members are inherited.
+    # Without a previous leader, the run begins here, without inherited members.
     lease = nodes.election.standing.lease
     return replace(nodes, handed=None if lease.prior is None else handed)
 
 
 def starting(*functions: Callable[..., object] | None) -> Context:
-    """Return the multiprocessing context for ranks; call `starting` before this process has threads."""
+    """Return the multiprocessing context for ranks; call it before this process has threads."""
     context: Context = multiprocessing.get_context(START_METHOD)
     if START_METHOD == "forkserver":
         with nothing_else_imported():

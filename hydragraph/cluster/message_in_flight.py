@@ -1,4 +1,4 @@
-"""Pending operations, and copies of GPU tensors in host memory for gloo."""
+"""Pending operations, and gloo's copies of GPU tensors in host memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from torch import Tensor
 
 
 class Operation(Protocol):
-    """Pending operation, as returned by torch.distributed."""
-
     def wait(self) -> object:
-        """Wait until the operation is complete; under NCCL, make the current stream wait."""
+        """Wait; under NCCL, only the current stream waits."""
 
     def is_completed(self) -> bool: ...
 
@@ -36,7 +34,7 @@ class Message:
     """A pending operation, completed by `Groups.wait`.
 
     Attributes:
-        landed: function to call on the waiting stream after completion.
+        landed: function to call on the waiting stream afterwards.
         kept: tensors that the operation still uses.
     """
 
@@ -46,18 +44,17 @@ class Message:
 
     @property
     def done(self) -> bool:
-        """Whether `Groups.wait` would return without blocking the host."""
+        """Whether `Groups.wait` would not block the host."""
         return self.work.is_completed()
 
 
 class Staging:
-    """Copies tensors to and from temporary host memory (page-locked for GPUs)."""
+    """Copies tensors to and from host memory (page-locked for GPUs)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def outgoing(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to host memory, and wait for the copy."""
         host = self.incoming(tensor)
         host.copy_(tensor, non_blocking=True)
         if self._device.type == "cuda":
@@ -68,5 +65,4 @@ class Staging:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
 
     def arrived(self, host: Tensor, tensor: Tensor) -> None:
-        """Copy received values from `host` to a tensor, on the current stream."""
         tensor.copy_(host, non_blocking=True)

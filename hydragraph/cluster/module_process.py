@@ -1,4 +1,4 @@
-"""Processes that run a module of this package."""
+"""Processes that run this package's modules."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Worker:
 
 def serve(prepare: Callable[[], Callable[[Any], object]]) -> None:
     """Answer a `Worker`'s questions with the function that `prepare` returns, until stdin closes."""
-    # Signals reach the whole process group, but training may need an answer to finish a step.
+    # Signals reach the whole process group, but a step may need an answer.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     output = sys.stdout.buffer
-    # Output of libraries must not mix with the answers.
+    # Libraries' output must not mix with the answers.
     sys.stdout = sys.stderr
     answer = prepare()
     while True:
@@ -71,5 +71,5 @@ def serve(prepare: Callable[[], Callable[[Any], object]]) -> None:
             pickle.dump(answer(question), output)
             output.flush()
         except BrokenPipeError:
-            # The process that asked has ended
+            # The asking process has ended
             os._exit(1)  # without flushing again

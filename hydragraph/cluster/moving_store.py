@@ -1,6 +1,6 @@
-"""A rank's clients of a store that moves to a new leader's machine after an election.
+"""A rank's clients of a store that moves to each newly elected leader's machine.
 
-Each machine's supervisor writes the store's current address to a file. Ranks repeat their writes on each new store.
+Each machine's supervisor writes the store's address to a file. Ranks repeat their writes on the new store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ def write_address(folder: str, host: str, port: int) -> None:
 
 
 def follows(folder: str | None) -> bool:
-    """Return whether the store of this machine's ranks may move."""
     return folder is not None and (Path(folder) / _FILE).exists()
 
 
@@ -37,7 +36,7 @@ class MovingStore:
     """A rank's clients of the current store.
 
     Args:
-        folder: private folder of this machine's supervisor.
+        folder: private folder of the machine's supervisor.
         moved: called on another thread after the store has moved.
     """
 
@@ -52,15 +51,15 @@ class MovingStore:
         threading.Thread(target=self._follow, name="hydragraph-store", daemon=True).start()
 
     def connect(self) -> Any:
-        """Return a new client of the current store; the client is disconnected when the store moves."""
+        """Return a new client, which is disconnected when the store moves."""
         host, port = json.loads(self._text)
-        # This fails fast, whereas `client` may wait long.
+        # Fails fast, whereas `client` may wait long
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
         before = open_sockets()
         try:
             return client(host, port)
         finally:
-            # _sockets: (descriptor, inode) of the clients' connections to the current store
+            # _sockets: (descriptor, inode) of clients' connections to the current store
             self._sockets |= open_sockets() - before
 
     def line(self) -> MovingStoreClient:
@@ -69,7 +68,6 @@ class MovingStore:
         return line
 
     def write(self, line: MovingStoreClient, key: str, value: str) -> None:
-        """Write a value to the current store, and later to each new store."""
         with self._lock:
             self._written[key] = value
             line.store.set(key, value)
@@ -81,8 +79,8 @@ class MovingStore:
             self._text = self._file.read_text()
             if self._text == current:
                 continue
-            # Fail the calls in progress before new clients exist. If the move fails, the next round
-            # repeats it, because `current` stays the same.
+            # Fail calls in progress before new clients exist. If the move fails, `current` stays the same,
+            # and the next round repeats it.
             self._moved()
             if self._move():
                 current = self._text
@@ -94,9 +92,8 @@ class MovingStore:
         self._sockets = set()
         try:
             with self._lock:
-                # Requests wait in `_repeated` until `line.store` changes. Then the
-                # new store, which starts empty, gets this process's values; the lock
-                # keeps other writes out meanwhile.
+                # Requests wait in `_repeated` until `line.store` changes. Then the new,
+                # empty store gets this process's values; the lock delays other writes.
                 for line in self._lines:
                     line.store = self.connect()
                 for key, value in self._written.items():
@@ -107,7 +104,7 @@ class MovingStore:
 
 
 class MovingStoreClient:
-    """Client that repeats a request on the next store if the current store is lost."""
+    """Client that repeats a request on the next store if its store is lost."""
 
     def __init__(self, moving: MovingStore, store: Any) -> None:
         self._moving = moving
@@ -121,7 +118,6 @@ class MovingStoreClient:
         return value
 
     def find(self, key: str) -> bytes:
-        """Return the value of a key, or b"" if the current store does not have the key."""
         value: bytes = self._repeated(lambda store: store.get(key) if store.check([key]) else b"")
         return value
 

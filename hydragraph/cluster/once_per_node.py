@@ -1,8 +1,7 @@
-"""Results that one rank of each machine computes for the machine's other ranks, such as a captured model.
+"""Results that one rank computes for all ranks of its machine, such as a captured model.
 
-Among a machine's ranks with equal inputs, the highest-numbered rank computes the result, because rank 0 may plan
-meanwhile. It writes a file in a private folder, and sends the file's path and hash. A rank that cannot read the file
-computes its own result.
+Among a machine's ranks with equal inputs, the highest-numbered computes the result, because rank 0 may plan meanwhile.
+It writes a private file, and sends the file's path and hash. A rank that cannot read the file computes its own result.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OfferedFile:
-    """Path and SHA-256 of a file with one rank's result."""
-
     path: str
     digest: str
 
@@ -58,13 +55,13 @@ def once_per_machine(
         make: called on every rank if the result cannot be pickled.
 
     Raises:
-        Any error of `make`, on the rank that called it. Other ranks raise the same error if it is `Unsupported`,
-        else a RuntimeError.
+        Any error of `make`, on the rank that called it. Other ranks raise the same error if it is `Unsupported`, else a
+        RuntimeError.
     """
-    # places: (node, key) by rank; `fellows` are the ranks with this rank's node and key.
+    # places: (node, key) by rank; fellows: ranks with this node and key.
     places = world.gather((world.node, key))
     fellows = [rank for rank, place in enumerate(places) if place == places[world.rank]]
-    # returned: empty, or the result in a list, because None can be a result
+    # returned: empty, or [result], because a result can be None
     returned: list[T] = []
     error: Exception | None = None
     offer: OfferedFile | None = None
@@ -78,14 +75,14 @@ def once_per_machine(
                 error = raised
         elif meanwhile is not None:
             meanwhile()
-        # Ranks that did not compute wait here until every machine has a result or an error.
+        # Other ranks wait here for each machine's result or error.
         outcomes = world.gather((offer, _sendable(error, world.rank, what)))
         if error is not None:
             raise agreed(error)
         for _, failure in outcomes:
             if failure is not None:
                 raise agreed(failure)
-        # The file is deleted when `owned` closes on the rank that made it, so all ranks read
+        # The rank that made the file deletes it when `owned` closes, so read
         # it before the last `gather`.
         theirs, _ = outcomes[fellows[-1]]
         if not returned and theirs is not None:

@@ -1,4 +1,4 @@
-"""Function calls on some ranks, whose results and errors all ranks receive."""
+"""Function calls on some ranks, whose outcomes all ranks receive."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ T = TypeVar("T")
 
 
 def together(world: World, what: str, acts: bool, make: Callable[[], T]) -> list[T | None]:
-    """Like `agreement.together`, but call `make` only on ranks where `acts` is true."""
+    """Like `agreement.together`, but call `make` only where `acts` is true."""
     return agreement.together(world, what, lambda: make() if acts else None)

@@ -14,7 +14,7 @@ from hydragraph.errors import Unreachable
 
 _KEY = "hydragraph/listening"
 _MOST = 4
-# After this time, a process logs that it is waiting for the first machine
+# Time until a process logs that it waits for the first machine
 TOLD_S = 10.0
 _FAILED = re.compile(r"connectFullMesh failed.*?: (?P<why>[^:]*), remote=\[(?P<address>[^\]]*)\]", re.DOTALL)
 
@@ -32,7 +32,6 @@ def listening_at() -> str:
 
 
 def explained(error: RuntimeError, store: Any, rank: int, ranks: int) -> RuntimeError:
-    """Explain gloo's connection errors; return other errors unchanged."""
     failed = _FAILED.search(str(error))
     if failed is None:
         return error
@@ -58,7 +57,6 @@ def no_store(error: Exception, address: str, port: int, rank: int) -> str:
 
 
 def first_host(error: Exception, address: str, port: int) -> str:
-    """Describe the first machine, why this process cannot reach it, and the remedy."""
     tried = resolved(address)
     where = f"tried {', '.join(tried)}" if tried else "this machine cannot resolve the name"
     reason = " ".join(str(error).split())

@@ -1,1 +1,1 @@
-"""Failure detection: ranks agree on which rank failed, and stop waiting for it. Read `rank_watch` first."""
+"""Failure detection: ranks agree on which rank failed. Read `rank_watch` first."""

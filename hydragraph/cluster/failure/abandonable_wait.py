@@ -13,7 +13,7 @@ _Request = tuple[Callable[[], Any], "SimpleQueue[tuple[Any, BaseException | None
 
 
 class Waiter:
-    """Runner of blocking functions on a separate thread, for one calling thread at a time."""
+    """Runner of one caller's blocking functions on another thread."""
 
     def __init__(self, interval: timedelta) -> None:
         self._interval = interval
@@ -30,7 +30,7 @@ class Waiter:
             del request, function, answer
 
     def run(self, function: Callable[[], T], abandoned: Callable[[], bool]) -> T:
-        """Return the function's result or raise its error; raise a RuntimeError as soon as `abandoned()` is true."""
+        """Return the function's result or raise its error; raise a RuntimeError once `abandoned()` is true."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hydragraph-waiter", daemon=True)
             self._thread.start()
@@ -48,5 +48,4 @@ class Waiter:
             return cast(T, value)
 
     def close(self) -> None:
-        """Stop the thread once its current wait has ended."""
         self._requests.put(None)

@@ -2,11 +2,11 @@
 
 A rank is accused when
 - its process has ended without announcing that it leaves;
-- its process has been stopped for `stopped_s` while another process was running (`FailureDetector`);
-- no rank has made progress for `progress_s` while some ranks wait (`Stall`): a rank that does not wait is accused, or
-  the last rank if all ranks wait.
+- its process has been stopped for `stopped_s` while another process ran (`FailureDetector`);
+- no rank has made progress for `progress_s` while some wait (`Stall`): a rank that does not wait is accused, or the
+  last rank if all wait.
 
-Between two observations, the detector counts at most half a second, because its process may have been stopped.
+At most half a second counts between observations, because the detector's process may have been stopped.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ ENDED = "its process has ended"
 
 
 class Stopwatch:
-    """Clock that returns the seconds since the previous observation, but at most `PAUSE_S`."""
-
     def __init__(self) -> None:
         self._before = time.monotonic()
 
@@ -38,8 +36,6 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class RankObservation:
-    """Observation of a rank; `switches` counts the context switches of a stopped process."""
-
     state: ProcessState
     progress: RankProgress
     switches: int = 0
@@ -52,8 +48,6 @@ def seen_of(process: WatchedProcess, progress: RankProgress) -> RankObservation:
 
 @dataclass(frozen=True)
 class Accusation:
-    """An accused rank, and the reason. `stalled` is true if the rank's process is alive but makes no progress."""
-
     rank: int
     error: str
     stalled: bool = False
@@ -62,9 +56,9 @@ class Accusation:
 class FailureDetector:
     def __init__(self, stopped_s: float = STOPPED_S) -> None:
         self._limit_s = stopped_s
-        # _ended, _stopped: rank -> seconds for which it has been observed to be ended or stopped
-        # _switches: rank -> context switches at the last observation; _left:
-        #   ranks that ended regularly
+        # _ended, _stopped: rank -> seconds for which it was seen ended or stopped
+        # _switches: rank -> context switches last seen; _left: ranks that ended
+        #   regularly
         self._ended: dict[int, float] = {}
         self._stopped: dict[int, float] = {}
         self._switches: dict[int, int] = {}
@@ -73,18 +67,18 @@ class FailureDetector:
     def look(
         self, elapsed: float, seen: Mapping[int, RankObservation], *, others_run: bool = False
     ) -> Accusation | None:
-        """Add observations made `elapsed` seconds after the previous ones; return an accusation, or None.
+        """Add observations after `elapsed` seconds; return an accusation, or None.
 
         Args:
-            others_run: whether any process that is not in `seen` is running.
+            others_run: whether any process outside `seen` runs.
         """
         elapsed = min(elapsed, PAUSE_S)
         running = others_run or any(sighting.state is ProcessState.RUNNING for sighting in seen.values())
         for rank, sighting in seen.items():
             ended = sighting.state is ProcessState.ENDED
-            # If every process is stopped, the whole job was suspended, and no rank is at fault.
+            # If all processes are stopped, the job was suspended, and no rank is at fault.
             stopped = sighting.state is ProcessState.STOPPED and running
-            # A process stopped for 95 of every 100 ms may always look stopped, but its context switches increase.
+            # A process stopped for 95 of every 100 ms may always look stopped, but context switches grow.
             still = self._switches.get(rank, sighting.switches) == sighting.switches
             self._switches[rank] = sighting.switches
             if ended and sighting.progress.left:
@@ -98,7 +92,7 @@ class FailureDetector:
         return self._longest(self._limit_s)
 
     def suspect(self, stopped_s: float) -> Accusation | None:
-        """Return the likely cause of a communication error: a rank that ended, left or stopped."""
+        """Return the likely cause of a communication error."""
         for rank, seconds in list(self._ended.items()):
             if seconds > 0:
                 return Accusation(rank, ENDED)
@@ -122,8 +116,8 @@ class Stall:
     def look(self, elapsed: float, seen: Mapping[int, RankObservation], progress_s: float) -> Accusation | None:
         moves = {rank: sighting.progress.moves for rank, sighting in seen.items()}
         waits = [rank for rank, sighting in seen.items() if sighting.progress.waiting]
-        # Stopped processes are the concern of `FailureDetector`. If no rank
-        # waits, all may be computing.
+        # `FailureDetector` handles stopped processes. If no rank waits, all may
+        # be computing.
         awake = all(sighting.state is not ProcessState.STOPPED for sighting in seen.values())
         still = moves == self._moves and waits and awake
         self._moves = moves
@@ -133,5 +127,5 @@ class Stall:
         busy = [rank for rank, sighting in seen.items() if not sighting.progress.waiting and not sighting.progress.left]
         how = "the others wait for this rank" if busy else "all ranks wait"
         error = f"no rank has made progress for {progress_s:g} s (progress_s), and {how}"
-        # If all ranks wait, a link may be down. Rank 0 may still reach all other ranks, so the last rank is accused.
+        # If all wait, a link may be down. Rank 0 may still reach all others, so accuse the last rank.
         return Accusation(min(busy) if busy else max(waits), error, stalled=True)

@@ -1,4 +1,4 @@
-"""Record of a failure, written once to the rendezvous store for all ranks."""
+"""Record of a failure, written once to the rendezvous store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _DEATH = "hydragraph/death"
-# Key under which the newest watch's namespace is stored
+# Key of the newest watch's namespace
 NAMESPACE = "hydragraph/watch"
 
 
@@ -17,9 +17,9 @@ class Fault:
     """The single failure that all ranks agree on.
 
     Attributes:
-        instruction: the failed rank's instruction or call; "" if unknown.
+        instruction: the failed rank's instruction or call, if known.
         stalled: whether the rank is alive but makes no progress.
-        index: the instruction's index, if the process that recorded the fault cannot describe the instruction.
+        index: the instruction's index, if the recording process cannot describe the instruction.
     """
 
     rank: int
@@ -32,7 +32,7 @@ class Fault:
 
 
 class FaultRecord:
-    """The fault's entry in a store; methods raise a RuntimeError if the store is gone."""
+    """A store's entry for the fault; methods raise a RuntimeError if the store is gone."""
 
     def __init__(self, store: Store, namespace: str, generation: str = "") -> None:
         self._store = store
@@ -43,7 +43,7 @@ class FaultRecord:
         return Fault(**json.loads(self._store.get(self._key))) if self._store.check([self._key]) else None
 
     def write(self, fault: Fault) -> Fault:
-        """Record a fault unless the store has one; return the recorded fault."""
+        """Record a fault unless there is one; return the recorded fault."""
         return Fault(**json.loads(self._store.compare_set(self._key, "", json.dumps(asdict(fault)))))
 
     def death(self) -> tuple[int, str] | None:

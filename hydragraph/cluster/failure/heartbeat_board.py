@@ -20,12 +20,12 @@ from hydragraph.cluster.failure.time_limits import PROGRESS_S
 
 @dataclass(frozen=True)
 class RankProgress:
-    """Progress of one rank, from its line of the board.
+    """Progress of one rank.
 
     Attributes:
         moves: number of position updates.
         instruction: index of the current instruction; None outside a step.
-        call: name of the current call outside a step; "" in other code.
+        call: current call outside a step; "" in other code.
     """
 
     moves: int
@@ -37,7 +37,7 @@ class RankProgress:
 
 
 class _Line(ctypes.Structure):
-    # 256 bytes in total, a multiple of a cache line
+    # 256 bytes, a multiple of a cache line
     _fields_ = (
         ("moves", ctypes.c_int64),
         ("step", ctypes.c_int64),
@@ -46,20 +46,20 @@ class _Line(ctypes.Structure):
         ("progress_s", ctypes.c_double),
         ("waiting", ctypes.c_bool),
         ("left", ctypes.c_bool),
-        # Whether the rank has closed its watch; also set after a fault
+        # Whether the rank has closed its watch, also after a fault
         ("finished", ctypes.c_bool),
         ("call", ctypes.c_char * 221),
     )
 
 
 class HeartbeatBoard:
-    """Shared memory of one host, with a line for each rank (`RankProgress`) and a last line for `progress_s`.
+    """Shared memory of one host, with a line for each rank, and a last line for `progress_s`.
 
     Args:
-        descriptor: open file of the board's size; the board closes the file.
+        descriptor: open file of the board's size, which the board closes.
 
     Attributes:
-        lines: each rank's line, with flags `waiting`, `left` and `finished`; a rank writes only its own line.
+        lines: each rank's line; a rank writes only its own.
     """
 
     def __init__(self, descriptor: int, ranks: int, address: str, remove: Callable[[], None] | None = None) -> None:
@@ -102,7 +102,6 @@ class HeartbeatBoard:
         return cls(descriptor, ranks, address)
 
     def place(self, rank: int, step: int, instruction: int | None) -> None:
-        """Record the new position of the calling rank; takes about 1 us."""
         line = self.lines[rank]
         self._moves += 1
         line.moves = self._moves

@@ -1,4 +1,4 @@
-"""The failure watch of this process."""
+"""This process's failure watch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, g
     """Return this process's watch over a process group; a broken or closed watch is replaced.
 
     Args:
-        group: the process group, or None before the group exists.
-        store: function that returns the ranks' store; it is called only if a new watch is needed.
+        group: None before the process group exists.
+        store: called only if a new watch is needed.
     """
     newest = _Newest
     last = newest.watch
-    # The watch was created before its group (`member.meet`). Bind it to the group that now exists.
+    # Bind a watch created before its group (`member.meet`) to the group.
     if last is not None and newest.group is None and last.ranks == ranks:
         newest.group = group
     again = newest.group is group and group is not None

@@ -1,9 +1,9 @@
 """Sentinel: a process on each of several machines, which reports on its machine's ranks and monitors other machines.
 
-A healthy rank may hold the interpreter lock for a minute, so a separate process observes the ranks and writes
-heartbeats to the store. If heartbeats stop, the machine or its link is lost.
+Because a healthy rank may hold the interpreter lock for a minute, the sentinel writes heartbeats to the store; without
+them, the machine or its link is lost.
 
-A sentinel exits when the store has a fault, or 3 s after the machine's last rank has ended or closed its watch.
+A sentinel exits when the store has a fault, or 3 s after its last rank has ended or closed its watch.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from hydragraph.cluster.module_process import start_module
 
 _BEAT_S = 0.25
 _ROLL_S = 1.0
-# Timeouts of the store; PyTorch retries for twice as long.
+# Timeouts of the store; PyTorch retries for twice as long
 _PATIENCE, _LITTLE = timedelta(seconds=10), timedelta(seconds=2)
-# A sentinel exits if its machine has had no ranks for this time
+# A sentinel exits after this time without ranks
 _IDLE_S = 3.0
 _LOOK_S = 0.5
-# Maximum number of attempts to start; a machine without a sentinel counts as lost
+# Maximum attempts to start; a machine without a sentinel counts as lost
 _STARTS = 3
 
 
@@ -59,8 +59,6 @@ class SentinelSettings:
 
 
 class Sentinel:
-    """Sentinel process, as seen by the rank that starts it."""
-
     def __init__(self, post: SentinelSettings) -> None:
         self._post = post
         self._starts = 0
@@ -108,8 +106,8 @@ class _Observer:
                     ProcessState(state), RankProgress(moves, 0, None, "", waiting, left)
                 )
         others_run = any(sighting.state is ProcessState.RUNNING for sighting in theirs.values())
-        # This sentinel accuses only ranks of its own machine of being stopped or ended. A stall
-        # concerns all ranks, so the ranks of all machines must be known.
+        # A sentinel accuses only its machine's ranks of being stopped or ended. A stall needs all
+        # machines' ranks.
         accused = self.detector.look(elapsed, own, others_run=others_run)
         every = {**theirs, **own}
         if accused is None and len(own) + len(theirs) == self.board.ranks:
@@ -138,13 +136,13 @@ class IdleTime:
         self._idle_s = 0.0
 
     def look(self, elapsed: float, watching: Iterable[bool]) -> bool:
-        """Return whether the sentinel must exit; `watching` states for each live rank whether its watch is open."""
+        """Return whether to exit; `watching` says for each live rank whether its watch is open."""
         self._idle_s = 0.0 if any(watching) else self._idle_s + min(elapsed, PAUSE_S)
         return self._idle_s >= _IDLE_S
 
 
 class _Guard(threading.Thread):
-    """Thread that ends this process when no rank remains, even while a request to the store blocks."""
+    """Thread that ends this process when no rank remains, even while a request blocks."""
 
     def __init__(self, starter: WatchedProcess, board: HeartbeatBoard) -> None:
         super().__init__(name="hydragraph-guard", daemon=True)
@@ -172,7 +170,7 @@ def stand(post: SentinelSettings, starter: WatchedProcess) -> None:
     board = HeartbeatBoard.open(post.board, post.ranks)
     guard = _Guard(starter, board)
     guard.start()
-    # If the rank that started this sentinel has ended, the store may be gone.
+    # If the starting rank has ended, the store may be gone.
     patience = _LITTLE if starter.state() is ProcessState.ENDED else _PATIENCE
     store = dist.TCPStore(post.address, post.port, None, False, timeout=patience, wait_for_workers=False)
     roll = RankRegistry(store, post.namespace, post.machine)

@@ -1,4 +1,4 @@
-"""Open sockets of this process, and shutdown of connections."""
+"""This process's open sockets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def open_sockets() -> frozenset[tuple[int, str]]:
-    """Return the open sockets as (descriptor, inode); empty if unknown."""
+    """Return (descriptor, inode) of each open socket, if known."""
     sockets: set[tuple[int, str]] = set()
     try:
         descriptors = os.listdir("/proc/self/fd")
@@ -24,10 +24,9 @@ def open_sockets() -> frozenset[tuple[int, str]]:
 
 
 def shut_down(descriptor: int) -> None:
-    """Shut down a connection without closing its descriptor."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
-            # Listeners are skipped: if a listener is shut down, gloo's accept fails and ends the process.
+            # Shutting down a listener would make gloo's accept fail and end the process.
             listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if connection.family in (socket.AF_INET, socket.AF_INET6) and not listening:
                 connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Liveness of processes on this host, observed from outside."""
+"""Liveness of processes on this host."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ENDED = frozenset("ZXx")
 
 
 class ProcessState(Enum):
-    """State of a process; without /proc, a stopped process appears to be running."""
+    """State of a process; without /proc, stopped processes appear to run."""
 
-    # Includes processes that sleep or wait for a disk
+    # Also asleep or waiting for a disk
     RUNNING = "running"
     STOPPED = "stopped"
     ENDED = "ended"
@@ -31,7 +31,7 @@ class WatchedProcess:
     """A process of this machine.
 
     Attributes:
-        started: start time in system ticks, which distinguishes processes with the same id; 0 if unknown.
+        started: start time in system ticks, which distinguishes reused ids; 0 if unknown.
     """
 
     pid: int
@@ -50,7 +50,7 @@ class WatchedProcess:
         return self.look()[0]
 
     def look(self) -> tuple[ProcessState, int]:
-        """Return the state and, for a stopped process, the number of context switches (else 0)."""
+        """Return the state and, for a stopped process, its context switches (else 0)."""
         if sys.platform != "linux":
             return _exists(self.pid), 0
         status = _status(self.pid)
@@ -65,12 +65,11 @@ def _status(pid: int) -> tuple[str, int] | None:
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # the name, in parentheses, may contain any character
-    # /proc/PID/stat from field 3 on: fields[0] is the state, fields[19] the start time (field 22)
+    # /proc/PID/stat from field 3 on: fields[0] is the state, fields[19] the start time
     return fields[0], int(fields[19])
 
 
 def _switches(pid: int) -> int:
-    """Return the main thread's number of context switches, which increases whenever the process is stopped."""
     with suppress(OSError):
         lines = (_PROC / str(pid) / "status").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
@@ -88,7 +87,7 @@ def _exists(pid: int) -> ProcessState:
 
 
 def machine() -> str:
-    """Return an identifier of the host or container and its process and network namespaces."""
+    """Return an identifier of the host or container and its namespaces."""
     parts = [socket.gethostname()]
     for place in (_PROC / "sys/kernel/random/boot_id", _PROC / "self/ns/pid", _PROC / "self/ns/net"):
         try:

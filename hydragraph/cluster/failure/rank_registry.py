@@ -1,4 +1,4 @@
-"""Registry of each machine's ranks and progress board, in the store; reads never wait."""
+"""Registry of each machine's ranks and board, in the store; reads never wait."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ class RankEntry:
 
 @dataclass(eq=False)
 class RankRegistry:
-    """Ranks registered in a store, by machine."""
-
     store: Store
     namespace: str
     machine: str
     _read: defaultdict[str, list[bytes]] = field(default_factory=lambda: defaultdict(list))
 
     def enter(self, member: RankEntry) -> bool:
-        """Add a rank; return whether the rank is the first of its machine."""
+        """Add a rank; return whether it is its machine's first."""
         index = self._add(f"machine/{self.machine}", 1)
         line = [member.rank, member.host, member.process.pid, member.process.started]
         self.store.set(self._key(f"machine/{self.machine}/{index}"), json.dumps(line))
@@ -38,7 +36,7 @@ class RankRegistry:
         return index == 1
 
     def board(self, ranks: int) -> HeartbeatBoard:
-        """Return this machine's board, created by the first caller."""
+        """Return this machine's board; the first caller creates it."""
         board = HeartbeatBoard.make(ranks)
         address = self.store.compare_set(self._key(f"board/{self.machine}"), "", board.address).decode()
         if address == board.address:
@@ -55,8 +53,8 @@ class RankRegistry:
 
     def _entries(self, key: str) -> list[bytes]:
         read = self._read[key]
-        # `enter` counts an entry before writing it, so the newest entries may be missing for a
-        # moment. Reading stops at a gap, and the next call continues there.
+        # `enter` counts an entry before writing it, so the newest may be missing for a moment.
+        # Reading stops at a gap, where the next call continues.
         for index in range(len(read) + 1, self._add(key, 0) + 1):
             name = self._key(f"{key}/{index}")
             if not self.store.check([name]):

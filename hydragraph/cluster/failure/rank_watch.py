@@ -1,12 +1,12 @@
-"""Failure watch: a thread of each rank that detects failures of ranks, from the rendezvous to the end.
+"""Failure watch: a thread of each rank that detects failures (docs/architecture.md) from the rendezvous to the end.
 
-docs/architecture.md lists the detected failures. After a failure:
+After a failure:
 
-1. For a moment, calls that wait for the failed rank can fail with their own errors. Then each process shuts down its
+1. Calls that wait for the failed rank can briefly fail with their own errors. Then each process shuts down its
    communicators' sockets (or aborts NCCL's communicators), because gloo never ends a wait on a live rank that does not
    answer.
-2. Each process abandons waits that still do not end (gloo never ends a receive whose connection broke in the
-   middle of a message). Waits can be abandoned because they run on a separate thread.
+2. Each process abandons waits that still do not end, such as gloo's receive of a message that broke off. Waits run
+   on a separate thread, so that they can be abandoned.
 3. Every rank except the failed one raises RankFailure for the agreed fault, in this and every later call.
 """
 
@@ -57,18 +57,18 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-# If a rank has closed its executable, the text of its last call begins with this
+# A rank's last call begins with this after it has closed its executable
 CLOSED = "close"
 _REMEDY = "restart all ranks and load the last checkpoint"
 # A poll of the store costs 30-95 us
 _POLL = timedelta(seconds=0.1)
-# Average number of ranks that one poll checks
+# Average number of ranks per poll
 _LOOKED_AT = 8
-# Seconds between checks for newly registered ranks
+# Seconds between checks for new ranks
 _ROLL_S = 1.0
-# Time that waits on a closed connection need to fail
+# Time for waits on a closed connection to fail
 _HEAD_START = timedelta(seconds=0.3)
-# Time that waits need to end after the shutdown
+# Time for waits to end after the shutdown
 _LAST_CHANCE = timedelta(seconds=0.5)
 _MEETING = timedelta(seconds=30)
 _TOGETHER = (ValueError, FloatingPointError, Stopped)
@@ -80,20 +80,20 @@ class _Disconnected(RuntimeError):  # noqa: N818
 
 
 def agreed(error: BaseException) -> BaseException:
-    """Mark an error that all ranks raise together, so that it does not count as a rank failure."""
+    """Mark an error that all ranks raise together, which is not a rank failure."""
     setattr(error, _AGREED, True)
     return error
 
 
 class _Calls(threading.local):
-    """Calls in progress on a thread, outermost first."""
+    """A thread's calls in progress, outermost first."""
 
     def __init__(self) -> None:
         self.open: list[str] = []
 
 
 class RankWatch:
-    """Failure watch over the ranks of a store; every rank creates a watch, without waiting for other ranks.
+    """Failure watch over the ranks of a store; every rank creates one without waiting.
 
     Args:
         store: the rendezvous store; None for a single process.
@@ -105,7 +105,7 @@ class RankWatch:
         self.rank = rank
         self.ranks = ranks
         log.at_rank(rank, ranks)
-        # Watching an executable must not keep it alive.
+        # The watch must not keep an executable alive.
         self._describe: Callable[[], Callable[[int, int, int], str] | None] = lambda: None
         self._fault: Fault | None = None
         self._step = 0
@@ -113,8 +113,7 @@ class RankWatch:
         self._waits = 0
         self._calls = _Calls()
         self._main = threading.get_ident()
-        # Texts that describe this rank's last action, the main thread's current call, and another thread's current
-        # call.
+        # Texts of this rank's last action, and of the main and another thread's current call
         self._resting = self._shown = self._beside = ""
         self._guarded: set[tuple[int, str]] = set()
         self._aborts: list[Callable[[], Callable[[], None] | None]] = []
@@ -139,7 +138,7 @@ class RankWatch:
 
     def _meet(self, store: Store, number: int, generation: str) -> None:
         proposed = f"hydragraph/{uuid.uuid4().hex}"
-        # Every rank proposes a random name, and the store returns the first proposal to all ranks.
+        # Every rank proposes a random name; all get the first.
         name = store.compare_set(f"hydragraph/watch/{number}", "", proposed).decode()
         self._host = socket.gethostname()
         client = root(store).clone()  # pyrefly: ignore[missing-attribute]  # PyTorch's stub lacks it
@@ -149,7 +148,7 @@ class RankWatch:
 
         def meet() -> bool:
             if self.rank == 0:
-                # The launcher finds the newest watch's fault under this key (`last_fault`).
+                # The launcher finds the newest watch's fault here (`last_fault`).
                 client.set(NAMESPACE, name)
             self._board = roll.board(self.ranks)
             return roll.enter(RankEntry(self.rank, self._host, WatchedProcess.own()))
@@ -175,7 +174,7 @@ class RankWatch:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """After a fault, shut down the connections that were opened in this context."""
+        """After a fault, shut down the connections opened in this context."""
         before = open_sockets()
         try:
             yield
@@ -183,12 +182,11 @@ class RankWatch:
             self._guarded |= open_sockets() - before
 
     def also_abort(self, abort: Callable[[], None]) -> None:
-        """Register `abort` to be called after a fault, from any thread."""
         self._aborts = [*(kept for kept in self._aborts if kept() is not None), _weakly(abort)]
 
     @contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """Run a collective call in this context, on any thread; raise RankFailure if another rank failed."""
+        """Run a collective call, on any thread; raise RankFailure if another rank failed."""
         with self._entered(what):
             try:
                 yield
@@ -199,16 +197,16 @@ class RankWatch:
                     self._fail(error)
                 raise
             except BaseException as error:
-                # The user interrupts this process, or the process ends
+                # An interrupt, or this process's end
                 self.report(error)
                 raise
 
     @contextmanager
     def step(self, number: int, describe: Callable[[int, int, int], str] | None = None) -> Iterator[None]:
-        """Run one step in this context, like `calling`; errors not marked by `agreed` are failures of this rank.
+        """Run one step; errors not marked by `agreed` are failures of this rank.
 
         Args:
-            describe: function that returns an instruction's text by rank, index and step; any thread may call it.
+            describe: returns an instruction's text by rank, index and step, on any thread.
         """
         self._step = number
         if describe is not None:
@@ -230,7 +228,7 @@ class RankWatch:
         self.check()
         calls = self._calls.open
         calls.append(what)
-        # `_inside` counts the calls of all threads, and `_calls` names those of this thread.
+        # `_inside` counts all threads' calls, `_calls` names this thread's.
         with self._counting:
             self._inside += 1
         self._show(what)
@@ -244,7 +242,7 @@ class RankWatch:
             self._show(calls[-1] if calls else "" if beside else self._resting)
 
     def rest(self, after: str) -> None:
-        """Record this rank's last action, which errors show while the rank is between calls."""
+        """Record this rank's last action, for errors between calls."""
         self._resting = after
         if not self._calls.open:
             self._show(after)
@@ -259,12 +257,11 @@ class RankWatch:
             self._board.call(self.rank, self._shown or self._beside)
 
     def _fail(self, error: BaseException) -> None:
-        # An error of this rank's own code is the fault, unless a fault is known.
         if not isinstance(error, _Disconnected):
             if self._fault is None:
                 self.report(error)
             return
-        # A communication error usually has its cause on another rank, so search for that rank.
+        # Another rank usually causes a communication error: search for it.
         failure = self.explain(error)
         cause = error.__cause__
         ours = self._fault is None or (self._fault.rank, self._fault.error) == (self.rank, _text(cause or error))
@@ -273,13 +270,13 @@ class RankWatch:
         raise failure from error.__cause__
 
     def at(self, index: int | None) -> None:
-        """Record the index of this rank's current instruction; takes about 1 us."""
+        """Record this rank's current instruction in about 1 us."""
         if self._thread is not None:
             self._board.place(self.rank, self._step, index)
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """If a watched call is in progress, mark RuntimeErrors in this context as communication errors."""
+        """During a watched call, mark RuntimeErrors as communication errors."""
         try:
             yield
         except (_Disconnected, RankFailure, torch.OutOfMemoryError):
@@ -304,7 +301,6 @@ class RankWatch:
                 self._board.lines[self.rank].waiting = self._waits > 0
 
     def wait(self, work: Operation, waiter: Waiter | None = None) -> None:
-        """Wait for a gloo operation, or until communication is shut down."""
         if self.ranks == 1 or work.is_completed():
             with self.communicating():
                 work.wait()
@@ -312,7 +308,7 @@ class RankWatch:
             self.call(work.wait, waiter)
 
     def call(self, function: Callable[[], T], waiter: Waiter | None = None) -> T:
-        """Return the result of a function that waits for other ranks; raise when communication is shut down."""
+        """Return a function's result, or raise when communication is shut down."""
         with self.communicating():
             if self.ranks == 1:
                 return function()
@@ -326,7 +322,6 @@ class RankWatch:
         return Waiter(_POLL)
 
     def check(self) -> None:
-        """Raise a RankFailure if a fault is known."""
         if self._fault is not None:
             raise self._failure(self._fault)
 
@@ -339,42 +334,40 @@ class RankWatch:
         return self._stopped.is_set()
 
     def report(self, error: BaseException) -> None:
-        """Record this rank's error as the fault, unless a fault is known; shut down this rank's communication."""
+        """Record this rank's error unless a fault is known; shut down communication."""
         if self._thread is not None:
             self._agree(Fault(self.rank, self._step, self._here(), _text(error), self._host))
             self._cut()
 
     def ended_by(self, error: BaseException) -> None:
-        """Report the error that ends this process, or the rank that caused the error."""
+        """Report the error that ends this process, or the rank that caused it."""
         if type(error) in (RuntimeError, dist.DistBackendError):
             self.explain(error)
         else:
             self.report(error)
 
     def lose_store(self) -> None:
-        """Make this rank's calls fail, because the rendezvous store has moved."""
         if self._thread is not None and self._fault is None and not self.closed:
             self._cut_off("is lost: another machine leads now")
 
     def explain(self, error: BaseException) -> RankFailure:
-        """Search a few seconds for the rank that caused a communication error; if the search fails, name this rank."""
+        """Search a few seconds for the rank that caused a communication error; if none is found, name this rank."""
         cause = error.__cause__ if isinstance(error, _Disconnected) and error.__cause__ else error
         if self._thread is None:
             return self._failure(Fault(self.rank, self._step, "", _text(cause)))
         deadline = time.monotonic() + PATIENCE_S
         self._explaining = True
-        # The watch's thread may find the fault meanwhile. A rank that has only just stopped or
-        # ended is not accused by `_look` yet, but explains an error that has already occurred.
+        # The watch's thread may find the fault meanwhile. A rank that has just stopped or ended explains
+        # the error, but `_look` does not accuse it yet.
         while self._fault is None and time.monotonic() < deadline:
             accused = self._judge.suspect(SUSPECT_S)
             if accused is not None and self._death is None:
-                # Give the launcher time to report first
+                # The launcher should report first
                 time.sleep(2 * _POLL.total_seconds())
                 self._accuse(accused)
             time.sleep(_POLL.total_seconds() / 2)
         if self._fault is None:
-            # A rank that closed its executable regularly also breaks
-            # connections, without any fault.
+            # Ranks that closed their executables also break connections.
             shown = {member.rank: self._board.read(member.rank).call for member in self._members}
             for rank in [rank for rank, call in shown.items() if call.startswith(CLOSED)][:1]:
                 self._accuse(Accusation(rank, "it closed its executable too early: make the same calls on every rank"))
@@ -412,7 +405,7 @@ class RankWatch:
             self._look(stopwatch.elapsed())
             if self._fault is not None:
                 if self._fault.stalled:
-                    # This process may end after the shutdown, so write the stacks first
+                    # Write the stacks first: this process may end after the shutdown
                     self._write_stacks(self._fault)
                 if not self._stopped.wait(_HEAD_START.total_seconds()):
                     self._cut()
@@ -440,7 +433,7 @@ class RankWatch:
         self._asker.silent_s += elapsed
         if self._fault is not None:
             return
-        # The most reliable evidence comes first. Outside of calls, only ended processes are accused.
+        # The most reliable evidence first. Outside of calls, only ended processes are accused.
         if self._death is not None:
             self._accuse(Accusation(*self._death))
         elif accused is not None and (self._inside or accused.error == ENDED):
@@ -453,20 +446,19 @@ class RankWatch:
     def _looked_at_ranks(self, elapsed: float) -> Accusation | None:
         self._unseen_s += elapsed
         # Look every 0.1 s for up to 8 ranks of this machine, every 0.2 s for 16, and at least every
-        # PAUSE_S, because detectors count no more time between two looks.
+        # PAUSE_S, the most that detectors count between looks.
         every = min(PAUSE_S, _POLL.total_seconds() * len(self._members) / _LOOKED_AT)
         if self._unseen_s < every and not self._explaining:
             return None
         unseen, self._unseen_s = self._unseen_s, 0.0
         seen = {m.rank: seen_of(m.process, self._board.read(m.rank)) for m in self._members}
         accused = self._judge.look(unseen, seen)
-        # A stall needs the progress of all ranks. With several machines, the sentinels collect it.
+        # A stall needs all ranks' progress; with several machines, sentinels collect it.
         if accused is None and len(seen) == self.ranks:
             accused = self._stall.look(unseen, seen, self.progress_s)
         return accused
 
     def _cut_off(self, how: str) -> None:
-        """Record a fault only on this rank, which cannot reach the store."""
         error = f"the rendezvous store {how}"
         self._fault = Fault(self.rank, self._step, self._instruction(self.rank), error, self._host)
 
@@ -485,7 +477,7 @@ class RankWatch:
 
     def _cut(self) -> None:
         with self._cutting:
-            # NCCL's operations need an abort; gloo's end when their sockets are shut down.
+            # NCCL's operations need an abort; gloo's end with their sockets.
             for kept in self._aborts:
                 if (abort := kept()) is not None:
                     abort()
@@ -502,8 +494,8 @@ class RankWatch:
         if fault.rank != self.rank:
             stack_dump.write(f"rank {self.rank} of {self.ranks} ({self._host}), which waits for rank {fault.rank}")
         others = [m.rank for m in self._members if m.rank != fault.rank]
-        # _members: ranks of this machine; the lowest of the others asks, so
-        #   that stacks are written once
+        # _members: this machine's ranks; the lowest other one asks, so that
+        #   stacks are written once
         if self.rank == min(others, default=fault.rank):
             for member in self._members:
                 if member.rank == fault.rank:

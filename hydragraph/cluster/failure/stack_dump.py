@@ -1,4 +1,4 @@
-"""Stack dumps of a rank's threads on stderr, written by a signal handler in C without the interpreter lock."""
+"""Stack dumps of a rank's threads on stderr, by a signal handler in C that needs no interpreter lock."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ import os
 import signal
 import sys
 
-# Other code is unlikely to use this signal
+# Unlikely to be used by other code
 _ASK = getattr(signal, "SIGRTMIN", 0) + 9
 _STDERR = 2
 
 
 def answer() -> None:
-    """Make this process write its stacks when another process calls `ask`."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             faulthandler.register(_ASK, file=_STDERR, all_threads=True)
 
 
 def ask(pid: int, who: str) -> None:
-    """Write a line that names another process, and make that process write its stacks."""
+    """Write a line that names another process, which then writes its stacks."""
     _say(who)
     if sys.platform == "linux":
         with contextlib.suppress(OSError):

@@ -17,14 +17,14 @@ class StoreUnavailable(Exception):  # noqa: N818 reads as a sentence
 
 
 class StorePoller:
-    """Thread that repeats a request to the store, and runs other requests in between.
+    """Thread that repeats a request to the store, and runs others in between.
 
     Args:
-        question: the repeated request; any error except OSError means that the store is gone.
+        question: the repeated request; errors except OSError mean that the store is gone.
 
     Attributes:
         silent_s: seconds since the last answer.
-        gone: whether the store's process has closed the connection.
+        gone: whether the store has closed the connection.
     """
 
     def __init__(self, question: Callable[[], None], interval: timedelta) -> None:
@@ -38,7 +38,7 @@ class StorePoller:
         self._thread.start()
 
     def ask(self, question: Callable[[], T], patience: timedelta) -> T:
-        """Make another request. Return its answer or raise its OSError; raise StoreUnavailable if no answer arrives."""
+        """Return another request's answer or raise its OSError; without an answer, raise StoreUnavailable."""
         answer: Future[T] = Future()
         self._others.put((question, answer))
         try:
@@ -47,7 +47,6 @@ class StorePoller:
             raise StoreUnavailable from None
 
     def close(self) -> bool:
-        """Stop the thread; return False if it still waits for the store."""
         self._stopped.set()
         self._others.put(None)
         self._thread.join(1.0)
@@ -71,12 +70,12 @@ class StorePoller:
                 if other is not None:
                     other[1].set_exception(error)
             except Exception:
-                # The store's error, whose type depends on PyTorch's version
+                # The error's type depends on PyTorch's version
                 self.gone = True
                 if other is not None:
                     other[1].set_exception(StoreUnavailable())
-                # Later requests fail at once instead of waiting for their time
-                # limit, until `close` sends None.
+                # Until `close` sends None, later requests fail at once, not at their
+                # time limit.
                 while (late := self._others.get()) is not None:
                     late[1].set_exception(StoreUnavailable())
                 return

@@ -1,27 +1,23 @@
 """Time limits of failure detection, in seconds during which the detector itself runs.
 
-A `NodeAgent` supervises a machine that does not lead.
+A `NodeAgent` supervises a machine that does not lead. `supervision/leadership.py` has the limits of elected leaders.
 
-    limit          maximum duration of                                            then
-    ENDED_S        waiting for the launcher to report an ended process            its rank has failed
-    SUSPECT_S      a stop of a process while a rank looks for an error's cause    its rank has failed
-    PATIENCE_S     the search for the cause of a communication error              the rank with the error has failed
-    UNHEARD_S      silence of a machine, as seen by another's link probe          the pair counts as broken
-    STOPPED_S      a stop of a process while others run                           its rank has failed
-    CUT_S          a broken pair of machines that both reach the leader           the leader drops one of them
-    UNREACHABLE_S  silence of the store, or of the leader as seen by a NodeAgent  a rank or a NodeAgent gives up
-    SILENT_S       silence of a machine's sentinel, or of a NodeAgent             the machine is lost
-    PROGRESS_S     waits of ranks while no rank makes progress                    a rank that does not wait has failed
-    RETURN_S       absence of machines that may have been lost with a leader      the next leader continues without them
+    limit          maximum duration of                                    then
+    ENDED_S        the launcher's delay in reporting an ended process     its rank has failed
+    SUSPECT_S      a process's stop while a rank seeks an error's cause   its rank has failed
+    PATIENCE_S     the search for a communication error's cause           the rank with the error has failed
+    UNHEARD_S      a machine's silence to another's link probe            the pair is broken
+    STOPPED_S      a process's stop while others run                      its rank has failed
+    CUT_S          a broken pair of machines that both reach the leader   the leader drops one
+    UNREACHABLE_S  silence of the store, or of a NodeAgent's leader       a rank or NodeAgent gives up
+    SILENT_S       silence of a machine's sentinel or NodeAgent           the machine is lost
+    PROGRESS_S     waits of ranks without progress of any rank            a rank that does not wait has failed
+    RETURN_S       absence of machines perhaps lost with a leader         the next leader continues without them
 
-The limits depend on each other:
-
-- ENDED_S < SUSPECT_S < PATIENCE_S, so that the search finds a process that ended or stopped.
-- UNHEARD_S + 3 s + 2 s <= CUT_S, and 6.2 s < UNREACHABLE_S, so that an outage of 3 s is not a failure. After an
-  outage, probes recover within 2 s, and TCP retries after 0.2, 0.6, 1.4, 3.0 and 6.2 s.
-- UNREACHABLE_S < SILENT_S, so that a disconnected machine ends its ranks before other machines continue without them.
-
-`supervision/leadership.py` contains the limits of an elected leader.
+- ENDED_S < SUSPECT_S < PATIENCE_S: the search must find a process that ended or stopped.
+- UNHEARD_S + 3 s + 2 s <= CUT_S, and 6.2 s < UNREACHABLE_S: an outage of 3 s is not a failure. Afterwards, probes
+  recover within 2 s, and TCP retries after 0.2, 0.6, 1.4, 3.0 and 6.2 s.
+- UNREACHABLE_S < SILENT_S: a disconnected machine ends its ranks before others continue without them.
 """
 
 from __future__ import annotations

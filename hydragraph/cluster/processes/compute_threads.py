@@ -1,9 +1,8 @@
 """Compute threads of a rank: their number, and how long they spin.
 
 PyTorch's threads (GNU OpenMP) synchronize after every operator, and threads that finish early spin for milliseconds. If
-another process needs one of their cores, all threads wait: with 2 of 4 cores in use, a model of 10 million parameters
-trained at 59 tokens/s by default, and at 1,145 tokens/s with short spins. On an idle machine, short spins
-cost 10 to 25 % of the speed.
+another process needs one of their cores, all wait: with 2 of 4 cores in use, a 10M-parameter model trained at 59
+tokens/s by default, and at 1,145 with short spins, which cost 10 to 25 % on an idle machine.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-# Number of spins, which last about as long as the time between two operators; GNU OpenMP's default is 300,000.
+# Number of spins, which last about as long as the time between two operators; GNU OpenMP's default is 300,000
 _SPINS = "1000"
-# Minimum average number of busy cores at which spins are shortened.
+# Minimum average number of busy cores to shorten spins
 _BUSY = 0.5
 
 
 def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[str, str]:
-    """Return environment variables that shorten spins, or {} if the machine is idle or `environment` sets one.
+    """Return environment variables that shorten spins, or {} if the machine is idle or the user has set one.
 
     Args:
         busy: average number of busy cores, or None for this machine's load average.
@@ -31,8 +30,8 @@ def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[
 
 
 def threads_of(ranks: int) -> int:
-    """Return the number of compute threads per rank on this machine: OMP_NUM_THREADS, or a share of the cores."""
-    # The variable may list further values, for nested levels.
+    """Return a rank's number of compute threads: OMP_NUM_THREADS, or a share of the cores."""
+    # Further values are for nested levels.
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if asked.isdecimal() and int(asked):
         return int(asked)

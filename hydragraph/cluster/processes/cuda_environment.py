@@ -1,4 +1,4 @@
-"""Environment variables for CUDA, PyTorch's allocator and NCCL process groups."""
+"""Environment variables of CUDA, PyTorch's allocator and NCCL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 
 _LOG = logging.getLogger(__name__)
 
-# PyTorch reads the first variable that is set.
+# PyTorch reads the first that is set.
 _ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 _NO_HANDLING = "0"
 _CLEAN_UP_ONLY = "2"
@@ -16,12 +16,11 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def set_cuda_environment(environment: MutableMapping[str, str]) -> None:
-    """Set a rank's environment variables unless the user has set them; warn about harmful values.
+    """Set a rank's variables unless the user has set them; warn about harmful values.
 
-    - `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`: at its default, 3, PyTorch ends this process as soon as NCCL loses a peer.
-      The watch aborts communicators itself, which PyTorch supports only at 0
-      (`torch.distributed.distributed_c10d._abort_process_group`).
-    - `CUDA_DEVICE_MAX_CONNECTIONS=32`: at its default, 8, streams share hardware queues and wait for each other.
+    - `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`: by default (3), PyTorch ends a process as soon as NCCL loses a peer. Only at
+      0 may the watch abort communicators (`torch.distributed.distributed_c10d._abort_process_group`).
+    - `CUDA_DEVICE_MAX_CONNECTIONS=32`: by default (8), streams share hardware queues and wait for each other.
     - `PYTORCH_ALLOC_CONF=expandable_segments:True`: otherwise micro-batches of different sizes fragment the memory.
     """
     chosen = next((name for name in _ERROR_HANDLING if name in environment), None)

@@ -1,9 +1,9 @@
 """Fork server of ranks, which cleans up even if its launcher is killed.
 
 multiprocessing's own server would leave its socket and semaphores behind. A SIGTERM to the process group, or a failed
-fork, would end multiprocessing's server and every rank, even during a save.
+fork, would end it and every rank, even during a save.
 
-The server imports this module first (`launch.PRELOAD`), and calls `_serve` because `_VARIABLE` is set.
+The server imports this module first (`launch.PRELOAD`), which calls `_serve` because `_VARIABLE` is set.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ _OUTLIVED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def ensure_running() -> None:
-    """Start the server unless it is running; its import path excludes the current directory."""
+    """Start the server if needed; its import path excludes the current directory."""
     ours = {"PYTHONSAFEPATH": "1", _VARIABLE: own_folder(), **spinning(os.environ)}
     with environment(ours):
         forkserver.ensure_running()
 
 
 def own_folder() -> str:
-    """Return multiprocessing's temporary folder, or "" if a parent process owns it."""
     folder: str = util.get_temp_dir()
     return folder if multiprocessing.parent_process() is None else ""
 
@@ -54,7 +53,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def outlive_signals() -> None:
-    """Make this server ignore signals and end only with its launcher."""
+    """Make this server end only with its launcher."""
     for number in _OUTLIVED:
         signal.signal(number, signal.SIG_IGN)
     os.register_at_fork(after_in_child=_as_usual)
@@ -63,7 +62,7 @@ def outlive_signals() -> None:
 def outlive_failed_forks() -> None:
     """Make this server continue when a fork fails; the process that asked for the fork reads EOF instead of a pid.
 
-    multiprocessing's server continues only after ECONNABORTED, and leaves descriptors open.
+    multiprocessing's server does so only after ECONNABORTED, and leaves descriptors open.
     """
     fork, receive = os.fork, reduction.recvfds
     received: list[int] = []
@@ -93,7 +92,7 @@ def _serve(directory: str) -> None:
     outlive_signals()
     outlive_failed_forks()
     if directory:
-        # Ranks do not run this function, because they call os._exit.
+        # Ranks skip this, because they call os._exit.
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Ranks started by `launch`, as seen by the launcher: processes, outcomes, and the first failure."""
+"""Ranks started by `launch`, as seen by the launcher."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from hydragraph.cluster.processes.rendezvous_stores import client
 from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.errors import RankFailure
 
-# Time in which other ranks can fail on their own
+# Time for other ranks to fail on their own
 _GRACE_S = 8.0
-# Time in which the rank at fault can report its error
+# Time for the rank at fault to report its error
 _CULPRIT_S = 2.0
 _EXIT_S = 5.0
 _STOPPED_LOOK_S = 0.05
@@ -61,7 +61,7 @@ Context = ForkServerContext | SpawnContext
 
 
 class AbsentProcess:
-    """A process on another machine, with multiprocessing's interface; `end` marks it as ended."""
+    """A process on another machine, with multiprocessing's interface."""
 
     pid: int | None = None
     exitcode: int | None = None
@@ -80,7 +80,7 @@ class AbsentProcess:
         self._end.close()
 
     def terminate(self) -> None:
-        """Do nothing: the process's machine asks the process to end."""
+        """Do nothing: the process's machine ends it."""
 
     def kill(self) -> None: ...
 
@@ -91,7 +91,7 @@ class AbsentProcess:
 
 
 class NotStarted(AbsentProcess):
-    """A process that could not be started, handled like one that died immediately."""
+    """A process that could not be started, handled like one that died at once."""
 
     def __init__(self, error: OSError | EOFError) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class RankHandle:
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of a launch (see `launch`); `work` is the pickled function and arguments."""
+    """Settings of a launch; `work` is the pickled function and arguments."""
 
     context: Context
     ranks: int
@@ -123,7 +123,6 @@ class Job:
 
 
 def run_crew(job: Job) -> list[bytes]:
-    """Start ranks, and return their pickled results; errors are as for `launch`."""
     crew: list[RankHandle] = []
     try:
         for rank in range(job.ranks):
@@ -140,14 +139,13 @@ def run_crew(job: Job) -> list[bytes]:
 def start(
     context: Context, rank: int, run: Callable[..., Outcome], *args: object, variables: Mapping[str, str] = os.environ
 ) -> RankHandle:
-    """Start a process that runs `run(*args)` with environment `variables`."""
     answering_server()
     ours, theirs = context.Pipe()
     arguments = (theirs, dict(variables), log.shown(), run, *args)
     new = context.Process(target=begin, args=arguments, name=f"rank {rank}")
     process: BaseProcess | AbsentProcess = new
     try:
-        # multiprocessing starts interpreters with `-c`, which would import from the current directory first.
+        # multiprocessing starts interpreters with `-c`, which import from the current directory first.
         with environment({"PYTHONSAFEPATH": "1"}), nothing_else_imported():
             new.start()
     except (OSError, EOFError) as error:
@@ -166,7 +164,7 @@ def forget(member: RankHandle) -> None:
 
 def _close(member: RankHandle) -> None:
     member.process.join(_EXIT_S)
-    # The process is in a system call that ignores signals
+    # A process in a system call ignores signals
     if member.process.is_alive():
         _LOG.warning("process %s was killed but has not ended", member.process.pid)
     else:
@@ -174,7 +172,7 @@ def _close(member: RankHandle) -> None:
 
 
 def answering_server(patience_s: float = STOPPED_S) -> None:
-    """Wait while the fork server is stopped; after `patience_s` seconds, kill the server and its ranks."""
+    """Wait while the fork server is stopped; after `patience_s` seconds, kill it and its ranks."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     if pid is None:
         return
@@ -192,15 +190,15 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout_s: float) -> None
     failed = False
     stops = StoppedProcesses()
     while waiting := [member for member in crew if member.outcome is None]:
-        # After the first failure, other ranks get `_GRACE_S` to fail with the same fault. If only
-        # the rank at fault is missing, it gets `_CULPRIT_S` to report.
+        # After the first failure, other ranks get `_GRACE_S` to fail with the same fault. If only the
+        # rank at fault is missing, it gets `_CULPRIT_S`.
         fault = last_fault(store) if failed else None
         if fault is not None and [member.rank for member in waiting] == [fault.rank]:
             deadline = min(deadline, time.monotonic() + _CULPRIT_S)
         left = deadline - time.monotonic()
         if left <= 0:
             return
-        # The processes of ranks that have returned stay alive.
+        # Returned ranks' processes stay alive.
         done = [WatchedProcess(member.process.pid or 0) for member in crew if isinstance(member.outcome, Returned)]
         others_run = any(process.state() is ProcessState.RUNNING for process in done)
         for member in wait_for_outcomes(waiting, stops, min(left, _LOOK_S), others_run=others_run):
@@ -212,14 +210,12 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout_s: float) -> None
 
 
 class StoppedProcesses:
-    """Detects processes of a launcher that a signal or debugger has stopped."""
-
     def __init__(self) -> None:
         self._judge = FailureDetector()
         self._watch = Stopwatch()
 
     def look(self, waiting: Sequence[RankHandle], *, others_run: bool = False) -> Accusation | None:
-        """Return an accusation of a rank that was stopped too long while other processes ran, or None."""
+        """Return an accusation of a rank stopped too long while others ran."""
         nothing = RankProgress(0, 0, None, "", waiting=False, left=False)
         processes = {member.rank: member.process.pid for member in waiting}
         every = {rank: seen_of(WatchedProcess(pid), nothing) for rank, pid in processes.items() if pid is not None}
@@ -230,7 +226,7 @@ class StoppedProcesses:
 def wait_for_outcomes(
     waiting: Sequence[RankHandle], stops: StoppedProcesses, wait_s: float, *, others_run: bool = False
 ) -> Iterator[RankHandle]:
-    """Wait up to `wait_s` seconds for an outcome; yield processes that have an outcome."""
+    """Wait up to `wait_s` seconds; yield processes that have an outcome."""
     signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
     ready = set(multiprocessing.connection.wait(signs, wait_s))
     stopped = stops.look(waiting, others_run=others_run)
@@ -269,7 +265,6 @@ def outcome_of(member: RankHandle) -> Outcome:
 
 
 def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout_s: float) -> None:
-    """Raise the error of the rank that failed first, if any."""
     failed = [member for member in crew if isinstance(member.outcome, Raised | Died)]
     missing = [member.rank for member in crew if member.outcome is None]
     if not failed and not missing:
@@ -278,7 +273,7 @@ def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout_s: fl
         raise RankFailure(fault.rank, fault.instruction, fault.error, fault.host)
     if not failed:
         raise TimeoutError(f"launch: ranks {missing} had not returned after {timeout_s:g} s")
-    # Most failures are consequences, so the first to arrive need not be the cause.
+    # Most failures are consequences, so the first need not be the cause.
     culprit = min(failed, key=lambda member: _precedence(member, fault))
     at = fault.instruction if fault is not None and fault.rank == culprit.rank else ""
     if isinstance(culprit.outcome, Died):
@@ -293,11 +288,11 @@ def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout_s: fl
 def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, float]:
     """Return a failure's sort key; the root cause has the lowest key.
 
-    The rank that other ranks blame comes first, then errors that no other rank can cause, then the earliest error.
+    The rank that others blame comes first, then errors that no other rank can cause, then the earliest error.
     """
     outcome = member.outcome
     assert isinstance(outcome, Raised | Died)
-    # 0: an error of the rank itself; 1: perhaps a broken connection; 2: it blames another rank
+    # 0: the rank's own error; 1: perhaps a broken connection; 2: it blames another rank
     consequence = 0
     if isinstance(outcome, Raised):
         error = rebuilt(member.rank, outcome)
@@ -307,12 +302,11 @@ def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, flo
 
 
 def private_folder() -> TemporaryDirectory[str]:
-    """Return a new temporary folder with mode 0700."""
     return TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True)
 
 
 def kill_here(crew: Sequence[RankHandle]) -> None:
-    """Kill the processes of this machine without waiting; any thread may call this."""
+    """Kill this machine's processes without waiting, from any thread."""
     for member in crew:
         with suppress(ValueError):
             if member.process.pid and member.process.is_alive():
@@ -320,7 +314,6 @@ def kill_here(crew: Sequence[RankHandle]) -> None:
 
 
 def dismiss(crew: Sequence[RankHandle]) -> None:
-    """End all processes, and kill those of unfinished ranks."""
     for member in crew:
         if not isinstance(member.outcome, Returned) and member.process.is_alive():
             member.process.kill()

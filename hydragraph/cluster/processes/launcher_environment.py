@@ -1,4 +1,4 @@
-"""Checks of the environment variables that a launcher such as torchrun sets."""
+"""Checks of a launcher's environment variables, such as torchrun's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Fork server forked from the launcher, which has already imported torch and models.
 
-The launcher must have no GPU and a single thread, because a fork loses other threads, whose locks stay locked.
-
-Ranks start like a new interpreter, except that modules are already imported.
+The launcher must have no GPU and a single thread, because a fork loses other threads, whose locks stay locked. Ranks
+start like a new interpreter, except for imported modules.
 """
 
 from __future__ import annotations
@@ -36,23 +35,22 @@ from hydragraph.cluster.processes.preloaded_imports import import_named
 from hydragraph.private.torch_modes import untouched
 
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-# Time in which threads must end before a fork
+# Time for threads to end before a fork
 _ENDING_S = 0.2
 
-# Process id of the forked server; the next launch forks a new server.
+# The forked server's process id; the next launch forks a new server.
 _forks: list[int] = []
-# Objects that a fork keeps alive: destroying them would close reused descriptors.
+# Objects kept alive after a fork: destroying them would close reused descriptors.
 _kept: list[object] = []
 
 
 def ensure_forked(preload: Sequence[str], classes: Collection[str] = ()) -> bool:
-    """Fork this process to create the fork server; return False if impossible."""
     return _can_fork() and _forked(preload, classes)
 
 
 def _can_fork() -> bool:
     server: Any = forkserver._forkserver
-    # In later Python versions, the server authenticates its clients and has other arguments.
+    # Later Python versions' servers authenticate clients and take other arguments.
     supported = sys.platform == "linux" and sys.version_info < (3, 14)
     alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
     free = server._forkserver_pid is None or server._forkserver_pid in _forks
@@ -60,9 +58,9 @@ def _can_fork() -> bool:
 
 
 def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
-    """Fork this process as the server; return False if this process has several threads.
+    """Fork this process; return False if it has several threads.
 
-    Threads are counted after the fork, because some (OpenBLAS's) end just before a fork.
+    Threads are counted afterwards, because some (OpenBLAS's) end just before a fork.
     """
     for name in preload:
         if name != "__main__":
@@ -80,7 +78,7 @@ def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
         listener.bind(address)
         os.chmod(address, 0o600)
         listener.listen()
-        # alive: the server ends when the launcher's end closes; go: the launcher's consent to serve
+        # alive: the server ends when the launcher closes its end; go: consent to serve
         alive_r, alive_w = os.pipe()
         go_r, go_w = os.pipe()
         pid = os.fork()
@@ -88,8 +86,8 @@ def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
             _be_server(listener.fileno(), alive_r, go_r, {alive_w, go_w}, begin, classes)
         os.close(alive_r)
         os.close(go_r)
-        # The fork has copied any other thread's locks. The child waits for `go`, and ends
-        # if the pipe closes without it.
+        # The fork has copied other threads' locks, so the child waits for `go`, or ends with
+        # the pipe.
         one = _one_thread()
         if one:
             os.write(go_w, b"go")
@@ -100,7 +98,7 @@ def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
         os.unlink(address)
         return False
     _end_fork(server)
-    # multiprocessing now believes that it started this server itself.
+    # multiprocessing now believes that it started this server.
     server._forkserver_address = address
     server._forkserver_alive_fd = alive_w
     server._forkserver_pid = pid
@@ -143,7 +141,7 @@ def _be_server(
         # pyrefly: ignore[missing-attribute]  # not in typeshed
         _as_new({listener, alive, resource_tracker._resource_tracker._fd})
         import_named(classes)
-        # Garbage collection of current objects would copy their memory pages
+        # Garbage collection would copy memory pages
         gc.freeze()
         outlive_signals()
         outlive_failed_forks()
@@ -172,15 +170,15 @@ def _as_new(kept: set[int]) -> None:
     faulthandler.disable()
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)
-    # Reloading the module restores `-W error`.
+    # Reloading restores `-W error`.
     _warnings.filters[:] = [entry for entry in _warnings.filters if entry[0] != "error"]
-    # This ends any recording of warnings
+    # Ends any recording of warnings
     importlib.reload(warnings)
     _forget_files(kept)
     _kept.extend((sys.stdout, sys.stderr, sys.modules["__main__"]))
     sys.stdout = TextIOWrapper(FileIO(1, "w", closefd=False), line_buffering=os.isatty(1))
     sys.stderr = TextIOWrapper(FileIO(2, "w", closefd=False), errors="backslashreplace", line_buffering=True)
-    # The launcher's script is imported again, as a module
+    # The script is imported again, as a module
     sys.modules["__main__"] = ModuleType("__main__")
     random.seed()
     torch.default_generator.set_state(torch.Generator().get_state())
@@ -189,7 +187,7 @@ def _as_new(kept: set[int]) -> None:
 
 
 def _forget_files(kept: set[int]) -> None:
-    """Redirect inherited open files to /dev/null; otherwise they would stay open after the launcher ends."""
+    """Redirect inherited files to /dev/null, because they would outlive the launcher."""
     with open(os.devnull, "r+b", buffering=0) as nowhere:
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > 2 and number not in {*kept, nowhere.fileno()} and Path(f"/proc/self/fd/{number}").exists():

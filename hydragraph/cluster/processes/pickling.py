@@ -1,7 +1,7 @@
-"""Pickling of objects by name if other processes can import them, otherwise by value.
+"""Pickling of objects by name if other processes can import them, else by value.
 
-Other processes cannot import the `__main__` of a notebook, `python -i` or `-c`, or stdin. Definitions in that
-`__main__`, and all closures and lambdas, are sent by value with cloudpickle.
+Other processes cannot import the `__main__` of a notebook, `python -i` or `-c`, or stdin. Its definitions, and all
+closures and lambdas, are sent by value with cloudpickle.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import cloudpickle
 
 
 def sent(value: object) -> bytes:
-    """Return a value as bytes for `pickle.loads` in a process that this process starts."""
+    """Return bytes for `pickle.loads` in a process that this one starts."""
     if _can_be_imported(sys.modules["__main__"]):
-        # A class sent by value would differ from the class in its module.
+        # A class sent by value would differ from its module's.
         with contextlib.suppress(Exception):
             return pickle.dumps(value)
     return bytes(cloudpickle.dumps(value))
@@ -35,13 +35,13 @@ def _can_be_imported(main: ModuleType) -> bool:
 
 @contextlib.contextmanager
 def nothing_else_imported() -> Iterator[None]:
-    """Prevent new processes from importing a `__main__` whose definitions are sent by value."""
+    """Keep new processes from importing a `__main__` whose definitions are sent by value."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if path is None or _can_be_imported(main):
         yield
         return
-    # Otherwise multiprocessing would run the file in the new process
+    # multiprocessing would run the file in the new process
     del main.__file__
     try:
         yield

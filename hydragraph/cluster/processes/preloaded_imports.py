@@ -3,7 +3,7 @@
     def train():
         from transformers import LlamaForCausalLM       each of 32 ranks would import this large module separately
 
-Other modules are not imported, because imports may run computations or start threads.
+Other modules are not imported, because imports may compute or start threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def classes_named_in(*functions: Callable[..., Any]) -> frozenset[str]:
-    """Return the classes named in `functions` and in the user's functions that `functions` use."""
+    """Return the classes named in `functions` and in the user's functions that they use."""
     named: set[str] = set()
     for code in _codes(functions):
         if any(module.partition(".")[0] == _LIBRARY for module in code.co_names):
@@ -38,7 +38,6 @@ def import_named(classes: Collection[str]) -> None:
 
         for name in sorted(classes):
             with suppress(Exception):
-                # This imports the module of the class
                 getattr(transformers, name)
 
 

@@ -1,4 +1,4 @@
-"""Code that runs in the process of a rank started by `launch`."""
+"""Code that runs in a rank's process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Seat:
 
     Attributes:
         node: the machine's index.
-        here: number of ranks on this machine; 0 means all ranks.
+        here: number of ranks on the machine; 0 means all.
         local: number within the machine; None means `rank`.
     """
 
@@ -62,15 +62,11 @@ class Seat:
 
 @dataclass(frozen=True)
 class Returned:
-    """A pickled result."""
-
     value: bytes
 
 
 @dataclass(frozen=True)
 class Departed:
-    """Outcome of a process that left the ranks without an error."""
-
     why: str
 
 
@@ -86,7 +82,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """When and how a process ended that reported no outcome."""
+    """When and how a process ended without an outcome."""
 
     when: float
     how: str
@@ -96,14 +92,12 @@ Outcome = Returned | Raised | Died | Departed
 
 
 class Readable(Protocol):
-    """Stored value that another process can read."""
-
     def read(self) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Start:
-    """Order to start the process of a `Member`; `late` is true if other members are already running."""
+    """Order to start a member; `late` is true if others already run."""
 
     number: int
     seat: Seat
@@ -156,7 +150,7 @@ def run_member(order: Start) -> Outcome:
 def begin(
     connection: Connection, environment: Mapping[str, str], level: int | None, run: Callable[..., Outcome], *args: Any
 ) -> None:
-    """Run a function, and send its outcome to the launcher; after a result, wait until the connection closes."""
+    """Run a function, and send its outcome to the launcher; after a result, wait for the launcher."""
     _end_with_launcher()
     try:
         os.environ.clear()
@@ -168,10 +162,10 @@ def begin(
         if watch is not None:
             watch.close()
     except BaseException as error:
-        # Includes an interrupt while the watch closes
+        # Also an interrupt while the watch closes
         outcome = raised(error)
         _tell_the_others(error)
-    # A partly sent outcome would look like the death of this process.
+    # A partly sent outcome would look like this process's death.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with contextlib.suppress(OSError):
         connection.send(outcome)
@@ -191,7 +185,7 @@ def _allow_many_files() -> None:
 
 
 def _work(work: bytes, prepared: Readable | None) -> tuple[Any, tuple[Any, ...]]:
-    # Garbage collection of imported objects would copy their memory pages
+    # Garbage collection would copy memory pages
     gc.freeze()
     function, args = pickle.loads(work)
     if prepared is not None:
@@ -221,7 +215,7 @@ def _take(seat: Seat) -> None:
         set_cuda_environment(os.environ)
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     on_this_machine = seat.host.startswith("127.") or seat.host in ("localhost", "::1")
-    # The host's name may resolve to an external or invalid address.
+    # The host's name may have an external or invalid address.
     if loopback is not None and on_this_machine:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.set_num_threads(threads_of(seat.here or seat.ranks))
@@ -248,7 +242,7 @@ def raised(error: BaseException) -> Raised:
 
 
 def _pickled_error(error: BaseException) -> bytes | None:
-    # Some errors can be pickled but not unpickled, so each form is tried in both directions.
+    # Some errors can be pickled but not unpickled: try each form both ways.
     for value in (error, (type(error), error.args, error.__dict__)):
         with contextlib.suppress(Exception):
             data = pickle.dumps(value)
@@ -261,7 +255,7 @@ def _unpickled_error(data: bytes) -> BaseException:
     value = pickle.loads(data)
     if isinstance(value, BaseException):
         return value
-    # Unpickling calls the type with `args`, which fails if the type needs keyword arguments.
+    # Unpickling calls the type with `args`, which fails for keyword arguments.
     kind, args, attributes = value
     error: BaseException = kind.__new__(kind, *args)
     error.__dict__.update(attributes)
@@ -275,5 +269,4 @@ def rebuilt(rank: int, raised: Raised) -> BaseException:
 
 
 def error_of(raised: Raised, who: str = "launch") -> BaseException:
-    """Return the error, or a RuntimeError if it was not pickled."""
     return RuntimeError(f"{who} raised {raised.summary}") if raised.error is None else _unpickled_error(raised.error)

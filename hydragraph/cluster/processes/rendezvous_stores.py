@@ -1,4 +1,4 @@
-"""Rendezvous stores, hosted by this process or by another process."""
+"""Rendezvous stores, hosted by this process or another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 
 def hosted(address: str, port: int) -> Any:
-    """Return a store hosted by this process; arguments are as for `listening`."""
     listener = listening(address, port)
     place = (address, listener.getsockname()[1])
     return dist.TCPStore(*place, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -21,11 +20,10 @@ def hosted(address: str, port: int) -> Any:
 def listening(address: str, port: int, backlog: int | None = None) -> socket.socket:
     """Return a socket that listens at the address that other processes use for this host.
 
-    The socket listens on all addresses if other processes may resolve the name differently, because the name has
-    several addresses, a loopback address (Debian maps a host's own name to 127.0.1.1), or a gateway's address.
+    It listens on all addresses if others may resolve the name differently, because the name has several addresses, a
+    loopback address (Debian maps a host's own name to 127.0.1.1), or a gateway's.
 
     Args:
-        address: name or address of this host, as used by other processes.
         port: port number, or 0 for any free port.
     """
     addresses = resolved(address)
@@ -35,14 +33,13 @@ def listening(address: str, port: int, backlog: int | None = None) -> socket.soc
         with suppress(OSError):
             return socket.create_server((addresses[0], port), family=family, backlog=backlog)
     if socket.has_dualstack_ipv6():
-        # Fails if the kernel supports IPv6 but IPv6 is disabled
+        # Fails if the kernel's IPv6 is disabled
         with suppress(OSError):
             return socket.create_server(("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=backlog)
 
 
 def resolved(address: str) -> list[str]:
-    """Return the addresses of a name without duplicates, or [] if the name cannot be resolved."""
     try:
         every = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -55,5 +52,5 @@ def is_loopback(address: str) -> bool:
 
 
 def client(address: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> Any:
-    """Return a client of a store; `timeout` limits the wait for a connection, and for a missing value."""
+    """Return a client; `timeout` limits the wait for a connection, and for a missing value."""
     return dist.TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False)

@@ -1,7 +1,4 @@
-"""Cache of the first ranks' results, for processes that replace lost ranks.
-
-The cache is a private folder that exists until the elastic launch ends.
-"""
+"""Cache of the first ranks' results for replacement processes: a private folder that exists until the launch ends."""
 
 from __future__ import annotations
 
@@ -52,7 +49,6 @@ def keep(value: object, what: str, key: str) -> None:
 
 
 def check_private(folder: Path) -> None:
-    """Raise a PermissionError unless only this user can access a folder."""
     status = folder.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != stat.S_IRWXU:
         raise PermissionError(f"{folder} is not private to this user (mode 700)")

@@ -1,6 +1,6 @@
 """Result of `prepare`, computed once in a separate process and passed to all ranks as one file.
 
-A process that has run autograd has threads, so it cannot be forked. Ranks map the file copy-on-write.
+A process that has run autograd has threads, so it cannot be forked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hydragraph.cluster.processes.rank_process import Died, Outcome, Raised, Ret
 
 @dataclass(frozen=True)
 class SharedFile:
-    """An unnamed file, open in this process and in processes that receive the `SharedFile`."""
+    """An unnamed file, open here and in processes that receive the `SharedFile`."""
 
     descriptor: int
 
@@ -71,7 +71,6 @@ def _received(descriptor: Any) -> SharedFile:
 
 
 def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeout_s: float) -> None:
-    """Call a function in a separate process, and write its result to a file or raise its error."""
     member = start(context, 0, _prepare, prepare, file)
     try:
         deadline = time.monotonic() + timeout_s

@@ -1,7 +1,7 @@
 """Stop requests by SIGTERM or Ctrl-C, which let a process finish its current work.
 
-- A process that runs alone or under torchrun records the first request, and ends itself after the grace period or at a
-  second Ctrl-C.
+- A process without a launcher, or under torchrun, records the first request, and ends itself after the grace period or
+  at a second Ctrl-C.
 - A launcher forwards the first request to its ranks as SIGTERM, and kills them after the grace period or at a second
   Ctrl-C.
 - A rank of a launcher only records the first request.
@@ -21,12 +21,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Fraction of the grace period in which processes must end
 _RESERVED = 0.1
 _RESERVED_AT_MOST_S = 2.0
-# Shows the cursor, which a progress bar hides
+# Shows the cursor after a progress bar
 _SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupted(BaseException):
-    """Raised if a signal arrives before any work has started."""
+    """Raised if a signal arrives before any work."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -34,7 +34,7 @@ class Interrupted(BaseException):
 
 
 class Overdue(BaseException):
-    """Raised if the current work exceeds the grace period."""
+    """Raised if work exceeds the grace period."""
 
 
 class StoppableProcess(Protocol):
@@ -42,18 +42,16 @@ class StoppableProcess(Protocol):
 
 
 class Requests(Protocol):
-    """Stop requests, as seen by the worker."""
-
     @property
     def signal(self) -> int:
         """First signal received, or 0."""
 
     def working(self) -> AbstractContextManager[None]:
-        """Record requests in this context, without acting on them."""
+        """Only record requests in this context."""
 
 
 def handling(handlers: Mapping[int, Callable[[int, Any], None]]) -> ExitStack:
-    """Set signal handlers until the returned context ends. Outside the main thread, this has no effect."""
+    """Set signal handlers until the returned context ends; outside the main thread, do nothing."""
     before = ExitStack()
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
@@ -62,8 +60,6 @@ def handling(handlers: Mapping[int, Callable[[int, Any], None]]) -> ExitStack:
 
 
 class Relay:
-    """Processes to which a launcher forwards requests."""
-
     def __init__(self) -> None:
         self._processes: Sequence[StoppableProcess] = ()
 
@@ -76,7 +72,6 @@ class Relay:
             self._processes = ()
 
     def tell(self) -> bool:
-        """Forward a stop request to the processes; return False if there are none."""
         for process in self._processes:
             process.terminate()
         return bool(self._processes)
@@ -135,7 +130,7 @@ class Stopping:
             self._in_hand = False
 
     def _heard(self, number: int, _: object) -> None:
-        # A repeated SIGTERM is ignored, but a second Ctrl-C ends the process at once.
+        # A second Ctrl-C ends the process at once, unlike a repeated SIGTERM.
         self._interrupts += number == signal.SIGINT
         if self.signal:
             if self._interrupts > 1 and not self._led:
@@ -151,7 +146,7 @@ class Stopping:
         if self._relay is not None:
             signal.setitimer(signal.ITIMER_REAL, self._work_s)
             return
-        # This runs on a thread, because a signal handler may be unable to run while the main thread waits.
+        # On a thread, because a signal handler may not run while the main thread waits.
         self._timer = threading.Timer(self._work_s, self._end)
         self._timer.daemon = True
         self._timer.start()

@@ -3,8 +3,7 @@
 1. Rank r writes a new random word at `joining/r`.
 2. Rank 0 proposes a name with all ranks' words. If a word changes, its rank was restarted, and rank 0 proposes a new
    name.
-3. Rank r writes `agreed/NAME/r` if the proposal contains rank r's word, which shows that the proposal is not from an
-   earlier attempt.
+3. Rank r writes `agreed/NAME/r` if the proposal contains its word and so is not from an earlier attempt.
 4. After all ranks have agreed, rank 0 confirms the name.
 """
 
@@ -21,7 +20,6 @@ _POLL_S = 0.02
 
 
 def generation(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
-    """Agree with the other ranks on the new generation's name."""
     word = uuid.uuid4().hex
     store.set(f"joining/{rank}", word)
     limit = _Limit(timeout)
@@ -44,8 +42,8 @@ def _propose(store: Store, ranks: int, limit: _Limit) -> str:
     name = ""
     words = [""]
     while True:
-        # current, words: each rank's word now and in the newest proposal; ""
-        #   if the rank has not arrived
+        # current, words: each rank's word now and in the newest proposal; "" if
+        #   absent
         current = [_get(store, f"joining/{rank}") for rank in range(ranks)]
         if current != words:
             name = uuid.uuid4().hex

@@ -1,1 +1,1 @@
-"""Rendezvous of the ranks that remain after a failure, and of new ranks that join, in rounds called generations."""
+"""Rendezvous of remaining and new ranks, in rounds called generations."""

@@ -1,4 +1,4 @@
-"""A rank's side of the rendezvous: one process in successive generations (sets of ranks)."""
+"""A rank's side of the rendezvous."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from hydragraph.private.process_groups import drop_all
 
 _LOG = logging.getLogger(__name__)
 
-# Seconds between polls while a member waits for a generation
+# Seconds between polls while waiting for a generation
 _POLL_S = 0.01
-# Seconds between polls while a member works
+# Seconds between polls while working
 _EAR_S = 0.05
 
-# Value of `Executable.stopping` if the coordinator calls this member; exceeds all signal numbers
+# Value of `Executable.stopping` if the coordinator calls this member; above all signal numbers
 CALLED = 1000
 
 
@@ -45,12 +45,10 @@ class Member:
     """This process as a member of an elastic launch.
 
     Args:
-        connect: function that returns a new client of the store; a new client is needed because the old one may still
-            be waiting.
-        grace_s: seconds after SIGTERM until this process ends, even if its state is not handed over.
-        folder: private folder of the supervisor, if the store moves with the leader.
+        connect: returns a new client of the store, because the old one may still be waiting.
+        grace_s: seconds after SIGTERM until this process ends, even if it still holds state.
+        folder: private folder of the supervisor, if the store moves.
         ranks: number of ranks that the launch asks for.
-        gpu: index of this process's GPU.
     """
 
     def __init__(
@@ -76,17 +74,17 @@ class Member:
     def introduce(self, peer: MemberDescription) -> None:
         self._place.introduce(peer)
         if self._moving is not None:
-            # If the store moves, this process writes the register to the new store.
+            # If the store moves, this process repeats the register there.
             self._place.say(self.number, self._place.said(self.number))
 
     @property
     def called(self) -> bool:
-        """Whether this member should stop between two iterations, to meet the other members again."""
+        """Whether this member should meet the others before its next iteration."""
         return self._orders.call > self.generation.number or (self.leaving and self.generation.number > 0)
 
     @property
     def fenced(self) -> bool:
-        """Whether a disconnected machine ends its ranks before other machines continue without it."""
+        """Whether a disconnected machine ends its ranks before others continue without it."""
         return self._moving is not None
 
     @property
@@ -99,7 +97,7 @@ class Member:
 
     @property
     def peers(self) -> tuple[MemberDescription, ...]:
-        """Descriptions of this generation's members; raises RankFailure if the store is lost with its leader."""
+        """Descriptions of this generation's members; raises RankFailure if the store is lost."""
         return tuple(map(self._peer, self.generation.members))
 
     def _peer(self, member: int) -> MemberDescription:
@@ -112,14 +110,14 @@ class Member:
         """Leave the current generation, and enter the next one with an initialized process group.
 
         Args:
-            failure: error that names the rank at fault; None if the member is new or the coordinator called it.
+            failure: error that names the rank at fault; None for a new or called member.
         """
         while True:
             accuses = self._accused(failure)
             after = self.generation.number
             leaving = self.leaving and after > 0
-            # If the new generation cannot connect, `_enter` has already set `self.generation`, so
-            # the next round announces that this member has left that generation as well.
+            # If the new generation cannot connect, `_enter` has set `self.generation`, so the next
+            # round announces that this member has left it as well.
             generation = self._wait(MemberRegister(after, True, holds=self.holds, accuses=accuses, leaving=leaving))
             try:
                 self._enter(generation)
@@ -129,17 +127,16 @@ class Member:
             return generation
 
     def hold(self) -> None:
-        """Announce that this member holds state in its generation's layout."""
+        """Announce that this member holds its generation's state."""
         self.holds = self.generation.number
         self._place.say(self.number, replace(self._place.said(self.number), holds=self.holds))
 
     def leave(self, done: bool = False) -> None:
-        """Announce that this member no longer needs other members."""
         self._closed.set()
         self._place.say(self.number, MemberRegister(self.generation.number, holds=self.holds, left=True, done=done))
 
     def listen_to_signals(self) -> None:
-        """Treat SIGTERM as a request to hand over the state and exit; ignore Ctrl-C and SIGUSR1."""
+        """On SIGTERM, hand over the state and exit; ignore Ctrl-C and SIGUSR1."""
         signal.signal(signal.SIGTERM, self._asked)
         for number in (signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
@@ -163,8 +160,8 @@ class Member:
             orders = self._place.orders()
             if orders.over or self.number in orders.out:
                 raise MemberDismissed(orders.over or "other ranks have continued without this rank")
-            # SIGTERM arrived during the wait. The proposal lists the members that leave, so this
-            # member must say so before it agrees.
+            # SIGTERM arrived during the wait. The proposal lists leaving members, so announce it before
+            # agreeing.
             if self.leaving and said.after and not said.leaving and not said.agreed:
                 said = replace(said, leaving=True)
                 self._place.say(self.number, said)
@@ -179,9 +176,9 @@ class Member:
 
     def _enter(self, generation: Generation) -> None:
         self.generation = generation
-        # Announce the entry first: members that then do not follow are given up (`awaited`).
+        # Announce first: members that then do not follow are given up (`awaited`).
         self._place.say(self.number, replace(self._place.said(self.number), entered=generation.number))
-        # Free the previous generation's watch and groups: a process has only one default group.
+        # Free the previous watch and groups: a process has one default group.
         last = newest_watch()
         if last is not None and not last.closed:
             last.close()
@@ -193,7 +190,7 @@ class Member:
         here = [member for member in generation.members if nodes[member] == nodes[self.number]]
         os.environ |= {"LOCAL_RANK": str(here.index(self.number)), "LOCAL_WORLD_SIZE": str(len(here))}
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        # Without RANK, `launch.join` makes a world of one rank, which needs no process group.
+        # Without RANK, `launch.join` makes a world of one rank, without a group.
         if ranks == 1:
             del os.environ["RANK"], os.environ["WORLD_SIZE"]
         _LOG.info("generation %d: rank %d of %d", generation.number, rank, ranks)
@@ -222,7 +219,7 @@ class Member:
 def meet(
     backend: str, store: Store, rank: int, ranks: int, generation: str = "", progress_s: float = PROGRESS_S
 ) -> None:
-    """Create the default process group, and watch it from the start."""
+    """Create the default process group, watched from the start."""
     _choose_interface()
 
     def make() -> None:
@@ -233,7 +230,7 @@ def meet(
         except RuntimeError as error:
             raise explained(error, store, rank, ranks) from error
 
-    # The watch precedes the group, because ranks can be lost while they connect.
+    # Before the group, because ranks can be lost while they connect.
     watch = watch_of(None, lambda: store, rank, ranks, generation)
     watch.progress_s = progress_s
     # Outside of elastic launches, the user owns the default group.
@@ -262,7 +259,7 @@ class _Here:
 
 
 def here() -> Member | None:
-    """Return this process's member object; None outside of elastic launches."""
+    """Return this process as a member, or None without an elastic launch."""
     return _Here.member
 
 
@@ -271,18 +268,14 @@ def be(member: Member) -> None:
 
 
 def elastic() -> bool:
-    """Return whether this process continues when other ranks are lost."""
     return _Here.member is not None
 
 
 def comes_late() -> bool:
-    """Return whether this process is a member that has not entered a generation yet."""
     return _Here.member is not None and not _Here.member.generation.number
 
 
 class LauncherRequests:
-    """Stop requests that a member receives from its launcher."""
-
     @property
     def signal(self) -> int:
         return int(signal.SIGTERM) if _Here.member is not None and _Here.member.told_to_stop else 0

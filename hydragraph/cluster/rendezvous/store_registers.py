@@ -1,4 +1,4 @@
-"""Registers of a supervisor and its members: a few keys of a store, each with a single writer."""
+"""Registers of a supervisor and its members: keys of a store, each with one writer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ _KEY = "hydragraph/meeting"
 
 @dataclass(frozen=True)
 class MemberDescription:
-    """Public description of a process.
-
-    Attributes:
-        seat: initial rank of the process, or of the process that it replaces.
-    """
+    """Public description of a process; `seat` is the initial rank of the process, or of the one that it replaces."""
 
     member: int
     seat: int
@@ -29,7 +25,7 @@ class MemberDescription:
 
 @dataclass(frozen=True, eq=False)
 class Registers:
-    """Reads and writes the registers; a member's registers exist before the member starts."""
+    """Reads and writes the registers; a member's registers exist before it starts."""
 
     store: Any
 
@@ -49,12 +45,12 @@ class Registers:
         self.store.set(f"{_KEY}/peer/{peer.member}", json.dumps(asdict(peer)))
 
     def adopt(self, peer: MemberDescription, said: MemberRegister) -> None:
-        """Write the registers of an earlier leader's member unless the member has written them."""
+        """Write the registers of an earlier leader's member unless they exist."""
         self.store.compare_set(f"{_KEY}/said/{peer.member}", "", json.dumps(asdict(said)))
         self.store.compare_set(f"{_KEY}/peer/{peer.member}", "", json.dumps(asdict(peer)))
 
     def peer(self, member: int) -> MemberDescription | None:
-        """Return a member's description, or None if the store has moved and lost it."""
+        """Return a member's description, or None if a moved store has lost it."""
         read = self.store.find if isinstance(self.store, MovingStoreClient) else self.store.get
         text = read(f"{_KEY}/peer/{member}")
         return MemberDescription(**json.loads(text)) if text else None

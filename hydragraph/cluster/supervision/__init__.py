@@ -1,1 +1,1 @@
-"""Supervision of a run's processes, on one machine or several."""
+"""Supervision of a run's processes on all machines."""

@@ -1,8 +1,7 @@
-"""Coordination of several machines: the first machine's supervisor leads, and each other machine runs a `NodeAgent`.
+"""Coordination of several machines: the first machine's supervisor leads, and the others run a `NodeAgent`.
 
-A launcher (torchrun, srun) starts one process per machine. The process on machine 0 hosts the rendezvous store and
-alone decides the membership, so two halves of a partitioned network never both continue. A `NodeAgent` starts and ends
-processes on the leader's orders.
+A launcher (torchrun, srun) starts one process per machine. Machine 0's process hosts the rendezvous store and alone
+decides the membership, so two halves of a partitioned network never both continue.
 
     leader -> agent   Welcome, Start, Kill, Stop, RunOver, ProbedMachines, Heartbeat
     agent -> leader   Hello, Ended, Leaving, DevicesAvailable, ProbeAddress, UnheardMachines, Heartbeat
@@ -46,25 +45,24 @@ from hydragraph.cluster.unreachable import TOLD_S
 _LOG = logging.getLogger(__name__)
 
 BEAT_S = 0.25
-# A machine that sent a message within this time is neither lost nor paused
+# A machine that sent a message this recently is neither lost nor paused
 _FRESH_S = 1.0
 _ASK_S = 5.0
-# Time limit for one attempt to reach an elected leader; must be below `DOUBT_S`
+# Time limit to reach an elected leader; below `DOUBT_S`
 _ELECTED_S = 0.8
 
 
 @dataclass(frozen=True)
 class RunMachines:
-    """Machines of a run; a launcher started one process on each machine.
+    """Machines of a run, with one launched process each.
 
     Attributes:
         address: address of the launcher's store, on machine 0.
-        shared: whether the launcher, not the process of machine 0, hosts the store.
+        shared: whether the launcher, not machine 0's process, hosts the store.
         again: types of errors after which the leader restarts the run.
-        devices: number of devices of this machine.
+        devices: number of this machine's devices.
         fills: whether every device gets a rank.
-        ranks: number of ranks, known once ranks are placed.
-        placed: each machine's number of devices, known once ranks are placed.
+        ranks, placed: number of ranks and each machine's devices, once ranks are placed.
         election: None if machine 0 leads.
         handed: on a leader, processes that this machine started for an earlier leader.
     """
@@ -83,13 +81,13 @@ class RunMachines:
     handed: InheritedMembers | None = field(default=None, compare=False)
 
     def of(self, seat: int, ranks: int) -> int:
-        """Return the machine of a seat (rank or spare): ranks are placed in order, and spares round-robin."""
+        """Return a seat's machine: ranks are placed in order, spares round-robin."""
         if seat >= ranks:
             return (seat - ranks) % self.count
         return seats_by_machine(ranks, self.placed or (1,) * self.count)[seat]
 
     def seat(self, seat: int, port: int) -> Seat:
-        """Return a process's `Seat`; on each machine, spares are numbered after ranks."""
+        """Return a process's `Seat`; on each machine, spares follow ranks."""
         node = self.of(seat, self.ranks)
         local = sum(self.of(earlier, self.ranks) == node for earlier in range(seat))
         return Seat(seat, self.ranks, port, self.address, node, self.here(node, self.ranks), local)
@@ -122,9 +120,8 @@ def seats_by_machine(ranks: int, devices: tuple[int, ...]) -> tuple[int, ...]:
     count = len(devices)
     if len(set(devices)) == 1:
         return tuple(rank * count // ranks for rank in range(ranks))
-    # shares[node]: ranks of a machine; each rank goes where ranks per device stay lowest
-    # 6 ranks on machines with 4 and 2 devices: shares = [4, 2], and the
-    #   result is (0, 0, 0, 0, 1, 1)
+    # shares[node]: ranks of a machine; each rank goes where ranks per device are lowest
+    # 6 ranks on machines with 4 and 2 devices: shares = [4, 2], result (0, 0, 0, 0, 1, 1)
     shares = [1] * count
     for _ in range(ranks - count):
         shares[min(range(count), key=lambda node: (shares[node] + 0.5) / devices[node])] += 1
@@ -132,7 +129,7 @@ def seats_by_machine(ranks: int, devices: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def nodes_of(environment: Mapping[str, str], elected: bool = False) -> RunMachines | None:
-    """Return `RunMachines` if the environment is from a launcher of one process per machine, else None."""
+    """Return a run's machines if a launcher started one process per machine, else None."""
     needed = {"RANK", "WORLD_SIZE", *(() if elected else ("MASTER_ADDR", "MASTER_PORT"))}
     if not needed <= environment.keys() or environment.get("LOCAL_WORLD_SIZE", "1") != "1":
         return None
@@ -145,7 +142,7 @@ def nodes_of(environment: Mapping[str, str], elected: bool = False) -> RunMachin
 
 @dataclass(frozen=True)
 class Seated:
-    """Seat of a member; `late` is true if the member started while others were running."""
+    """Seat of a member; `late` is true if others were already running."""
 
     seat: int
     late: bool
@@ -153,7 +150,7 @@ class Seated:
 
 @dataclass(frozen=True, eq=False)
 class InheritedMembers:
-    """Members that this machine runs from an earlier leader, with seats and private folder."""
+    """Members that this machine runs from an earlier leader."""
 
     crew: tuple[RankHandle, ...]
     seats: Mapping[int, Seated]
@@ -162,7 +159,7 @@ class InheritedMembers:
 
 @dataclass(frozen=True)
 class Hello:
-    """A machine has connected; `members` are its processes from the time of an earlier leader."""
+    """A machine has connected; `members` are its processes from an earlier leader."""
 
     node: int
     members: Mapping[int, Seated] = field(default_factory=dict)
@@ -191,12 +188,12 @@ class Ended:
 
 @dataclass(frozen=True)
 class Leaving:
-    """This machine is being preempted: it starts no more processes."""
+    """This machine is preempted: it starts no more processes."""
 
 
 @dataclass(frozen=True)
 class DevicesAvailable:
-    """Devices of this machine are available again."""
+    """This machine's devices are available again."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +223,7 @@ class ProbeAddress:
 
 @dataclass(frozen=True)
 class ProbedMachines:
-    """Order to probe machines; `tag` marks the probes of this run."""
+    """Order to probe machines; `tag` marks this run's probes."""
 
     addresses: Mapping[int, Address]
     tag: bytes
@@ -234,8 +231,6 @@ class ProbedMachines:
 
 @dataclass(frozen=True)
 class UnheardMachines:
-    """Machines whose probes no longer arrive here."""
-
     nodes: tuple[int, ...]
 
 
@@ -245,11 +240,11 @@ class Heartbeat:
 
 
 class Link:
-    """One end of the connection between the leader and a `NodeAgent`.
+    """One end of a connection between leader and `NodeAgent`.
 
     Attributes:
-        term: term of the elected leader, or 0 without an election.
-        down: reason why the link was given up; "" while the link is up.
+        term: the elected leader's term, if any.
+        down: reason why the link was given up, or "".
         silent_s: seconds since the other end's last message.
     """
 
@@ -264,7 +259,6 @@ class Link:
         self._sent = time.monotonic()
 
     def send(self, message: object) -> None:
-        """Send a message; on failure, mark the link as down."""
         with self._sending:
             try:
                 self.connection.send(message)
@@ -281,7 +275,7 @@ class Link:
         except (OSError, EOFError):
             self.down = self.down or "its supervisor has ended, or the connection broke"
             return None
-        # After this process was paused, messages may be waiting.
+        # After a pause of this process, messages may be waiting.
         elapsed = self._stopwatch.elapsed()
         self.silent_s = 0.0 if message is not None else self.silent_s + elapsed
         if self.silent_s >= self._patience_s:
@@ -324,7 +318,7 @@ class _Post:
 
 
 class AgentLinks:
-    """The leader's links to other machines; `port` is the port of the leader's store."""
+    """The leader's links to other machines; `port` is its store's port."""
 
     def __init__(self, nodes: RunMachines, port: int = 0) -> None:
         self.nodes = nodes
@@ -351,7 +345,7 @@ class AgentLinks:
             nodes.election.write(place=place)
 
     def gather(self, patience: timedelta, enough: Callable[[float], bool] = lambda waited_s: False) -> None:
-        """Wait until every other machine has connected, or `enough(seconds waited)` is true."""
+        """Wait until all machines have connected, or `enough(seconds waited)`."""
         began = time.monotonic()
         told = False
         while missing := [n for n in range(self.nodes.count) if not self.present(n)]:
@@ -377,12 +371,11 @@ class AgentLinks:
         return self.nodes
 
     def placed(self, ranks: int) -> RunMachines:
-        """Return `nodes` with ranks placed, assuming this machine's number of devices for absent machines."""
         own = self.nodes.devices
         return self.nodes.place(ranks, [self._devices.get(node, own) for node in range(self.nodes.count)])
 
     def adopt(self, nodes: Collection[int], patience_s: float) -> tuple[list[RankHandle], dict[int, Seated]]:
-        """Wait up to `patience_s` seconds for `nodes` to connect; return the members that they run, with seats."""
+        """Wait up to `patience_s` seconds for `nodes`; return the members that they run, with seats."""
         end = time.monotonic() + patience_s
         while time.monotonic() < end and not all(map(self.present, nodes)):
             time.sleep(0.02)
@@ -392,24 +385,22 @@ class AgentLinks:
             return self._adopted, self._seats
 
     def present(self, node: int) -> bool:
-        """Return whether processes can be started on a machine."""
         with self._lock:
             post = self._posts.get(node)
             there = post is not None and not post.link.down and not post.leaving
             return node == self.nodes.number or (there and node not in self._links.dropped)
 
     def arrived(self) -> tuple[int, ...]:
-        """Return machines that connected since the last call."""
         with self._lock:
             news = self._news
             self._news = set()
         return tuple(sorted(news))
 
     def drop_unreachable(self) -> None:
-        """End the processes of machines that cannot reach other machines; call this often."""
+        """End the processes of machines that cannot reach others; call this often."""
         elapsed = self._stopwatch.elapsed()
         with self._lock:
-            # If the leader does not hear a machine, only the machine's link to the leader counts.
+            # For a machine that the leader does not hear, only its link to the leader counts.
             heard = {n: post for n, post in self._posts.items() if not post.link.down and post.link.silent_s < _FRESH_S}
             # broken: pairs (lower, higher) that do not hear each other; ranks:
             #   machine -> its live processes
@@ -431,7 +422,6 @@ class AgentLinks:
                     process.ended(Died(time.monotonic(), how))
 
     def start(self, node: int, order: Start) -> RankHandle:
-        """Start a process on another machine."""
         with self._lock:
             post = self._posts[node]
             process = RemoteProcess(post.link, order.number)
@@ -446,7 +436,7 @@ class AgentLinks:
             post.link.send(Stop())
 
     def close(self, over: RunOver | None) -> None:
-        """Close all links. If `over` is None, other machines continue under another leader."""
+        """Close all links; if `over` is None, machines continue under another leader."""
         with self._lock:
             self._over = over
             self._closed = True
@@ -475,7 +465,7 @@ class AgentLinks:
         _watched(accepted, SILENT_S)
         connection = Connection(accepted.detach())
         try:
-            # Both ends prove that they know the key, in the opposite order of `reach`.
+            # Both ends prove that they know the key, in the reverse order of `reach`.
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
             hello = connection.recv()
@@ -485,7 +475,7 @@ class AgentLinks:
         link = Link(connection, SILENT_S)
         post = _Post(link)
         with self._lock:
-            # A blocked `accept` accepts one more connection
+            # A blocked `accept` accepts one more
             closed = self._closed
             refusal = self.nodes.refusal(hello.node, hello.devices)
             before = None if closed or refusal else self._register(hello, post)
@@ -497,22 +487,22 @@ class AgentLinks:
             link.send(RunOver(refusal, here=True))
             link.close("it is refused")
             return
-        # The newest process of a machine wins: an older one with an open link must end.
+        # A machine's newest process wins: an older one with an open link ends.
         if before is not None and not before.link.down:
             why = f"a second process was started for machine {hello.node}, and replaces this process"
             before.link.send(RunOver(why, here=True))
             before.link.close("it was started again")
         _LOG.info("machine %d has arrived", hello.node)
-        # Serve the link until it is down. Outcomes reach the supervisor
-        # through a `RemoteProcess`'s pipe.
+        # Serve the link until it is down; a `RemoteProcess`'s pipe brings
+        # outcomes to the supervisor.
         while not link.down:
             message = link.hear(BEAT_S)
             if isinstance(message, Ended):
                 outcome = message.outcome
-                # The machines' clocks differ
+                # Clocks differ between machines
                 if isinstance(outcome, Raised | Died):
                     outcome = replace(outcome, when=time.monotonic())
-                # After a reconnection, the process may belong to an earlier link
+                # The process may belong to an earlier link
                 if message.number in post.processes:
                     post.processes[message.number].ended(outcome)
             elif isinstance(message, Leaving):
@@ -538,8 +528,8 @@ class AgentLinks:
 
     def _register(self, hello: Hello, post: _Post) -> _Post | None:
         link = post.link
-        # The members continue under this leader. Processes that do not run here are represented by
-        # a `RemoteProcess`, whose outcome arrives as a message (`Ended`).
+        # The members continue under this leader. A `RemoteProcess` represents each that does not run
+        # here; its outcome is a message (`Ended`).
         if self._adopting:
             post.processes = {number: RemoteProcess(link, number) for number in hello.members}
             self._adopted += [RankHandle(n, process, process.connection) for n, process in post.processes.items()]
@@ -572,7 +562,7 @@ def reach(nodes: RunMachines, members: Mapping[int, Seated] | None = None) -> Li
         members: this machine's members, which continue under a new leader.
 
     Raises:
-        OSError, RuntimeError: the leader, or the store with the leader's address, is not available.
+        OSError, RuntimeError: the leader, or the store with its address, is not available.
     """
     if nodes.election is not None:
         standing = nodes.election.standing
@@ -612,7 +602,7 @@ def host_of(link: Link) -> str:
 
 
 def _watched(connected: socket.socket, patience_s: float) -> None:
-    """Let the operating system drop connections whose peer does not answer."""
+    """Let the operating system drop connections with silent peers."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": int(patience_s)}
     options["TCP_USER_TIMEOUT"] = int(1000 * patience_s)
@@ -622,7 +612,6 @@ def _watched(connected: socket.socket, patience_s: float) -> None:
 
 
 def _book(nodes: RunMachines) -> Any:
-    """Return the store in which the leader publishes its address."""
     if nodes.number == 0 and not nodes.shared:
         store = _kept(nodes.address, nodes.port)
     else:

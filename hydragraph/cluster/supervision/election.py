@@ -30,7 +30,7 @@ class Election:
     """Election of the leader, as seen by machine `node`; threads renew or watch the lease, and apply `guard`.
 
     Args:
-        before: value for `Lease.before` that this machine read from the output folder.
+        before: `Lease.before` as read from the output folder.
     """
 
     def __init__(self, register: Register, node: int, before: float = 0.0) -> None:
@@ -40,7 +40,7 @@ class Election:
         self.record = ""
         self._text = ""
         self._fence: tuple[Callable[[LeaseView, float], bool], Callable[[], None]] | None = None
-        # Reason why the register does not answer; "" if it answers
+        # Why the register does not answer, or ""
         self.silent = ""
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -62,7 +62,6 @@ class Election:
         return self._own.before
 
     def join(self) -> None:
-        """Join the run of a leader that this machine has reached."""
         self._own = replace(self._own, before=self.standing.lease.before)
 
     def guard(self, may_live: Callable[[LeaseView, float], bool], end_ranks: Callable[[], None]) -> None:
@@ -70,21 +69,20 @@ class Election:
         self._fence = (may_live, end_ranks)
 
     def write(self, *, place: str | None = None, record: str | None = None, over: str | None = None) -> None:
-        """Write the lease's fields and the record; if this machine does not lead, raise LeadershipLost."""
+        """Write the lease and the record; raise LeadershipLost unless this machine leads."""
         while True:
             self.check()
             with self._lock:
                 lease = self.standing.lease
                 place = lease.place if place is None else place
-                # Every write also renews the lease: a new count tells other
-                # machines that the leader lives.
+                # Every write renews the lease: its new count shows that the
+                # leader lives.
                 lease = replace(lease, beat=lease.beat + 1, place=place, over=over)
                 if self.leads and self._swap(lease, record):
                     return
             self._read()
 
     def check(self) -> None:
-        """Raise LeadershipLost unless this machine leads."""
         if not self.leads:
             why = f": {self.silent}" if self.silent else ""
             raise LeadershipLost(
@@ -96,7 +94,6 @@ class Election:
             self.standing = replace(self.standing, term=0, asked=None)
 
     def end(self, why: str = "") -> None:
-        """Tell the other machines that the run has ended, and leave the election."""
         with suppress(LeadershipLost):
             self.write(over=why)
         self._closed.set()
@@ -117,7 +114,7 @@ class Election:
 
     def _take_part(self) -> None:
         with self._lock:
-            # If the swap fails, another machine has written, and the read below shows what.
+            # If the swap fails, the read shows what another machine wrote.
             lease = wanted(self.standing, self._own, time.monotonic())
             if lease is not None and self._swap(lease):
                 return
@@ -139,8 +136,8 @@ class Election:
             return True
 
     def _swap(self, lease: Lease, record: str | None = None) -> bool:
-        # Note the request before it is sent. If its answer is lost, a later read that finds this
-        # lease proves that the request was accepted (`learned`).
+        # Note the request before sending it: if its answer is lost, a later read of this lease proves
+        # its acceptance (`learned`).
         text = json.dumps(asdict(lease))
         sent = time.monotonic()
         self.standing = asking(self.standing, lease, sent)

@@ -1,4 +1,4 @@
-"""Register in etcd: the lease of a run's leader, and the record that the next leader continues from."""
+"""Register in etcd: the leader's lease, and the record that the next leader continues from."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class EtcdRegister:
         return lease, record
 
     def swap(self, expected: str, lease: str, record: str | None = None) -> bool:
-        # In etcd, version 0 means that the key has never been written.
+        # In etcd, version 0 means never written.
         condition: dict[str, Any] = {"key": self._lease, "result": "EQUAL", "target": "VERSION", "version": 0}
         if expected:
             condition = {"key": self._lease, "result": "EQUAL", "target": "VALUE", "value": _coded(expected)}
@@ -69,8 +69,7 @@ class EtcdRegister:
                     answer: dict[str, Any] = client.transaction(transaction)
                 except self._errors as error:
                     failures.append(f"{client.host}:{client.port}: {type(error).__name__}")
-                    # Ask this member last from now on, so that later
-                    # requests do not wait for it again.
+                    # Ask this member last from now on, because requests wait for it.
                     self._clients.append(self._clients.pop(0))
                 else:
                     return answer

@@ -1,13 +1,13 @@
 """Leadership of a run: a lease in a replicated register. Decisions are pure functions of a machine's view and clock.
 
-The register holds one lease: its term, its holder, and a count that the holder increments to renew the lease. A machine
-that has read the same lease for `TTL_S` takes over with the next term. The register accepts a lease only if it still
-holds the lease that the machine has read, so a term has one holder. The holder stops leading `TTL_S - MARGIN_S` after
-it *sent* its last successful renewal, before any other machine can have waited for `TTL_S`. So two machines never lead
-at the same time if their clocks run equally fast.
+The register holds one lease, with a term, a holder, and a count that the holder increments to renew it. A machine that
+has read the same lease for `TTL_S` takes over with the next term. The register accepts a lease only if it still holds
+the one that the machine has read, so a term has one holder. The holder stops leading `TTL_S - MARGIN_S` after it *sent*
+its last successful renewal, before another machine can have waited for `TTL_S`. So two machines never lead together if
+their clocks run equally fast.
 
-A machine that does not lead keeps its ranks while its link to the leader is up. While the link is down, the machine
-keeps its ranks for the next leader (which waits for `GATHER_S`) only if the old leader has certainly ended.
+A machine that does not lead keeps its ranks while its link to the leader is up. While the link is down, it keeps them
+for the next leader (which waits for `GATHER_S`) only if the old leader has certainly ended.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 TTL_S = 5.0
-# Safety margin for the end of processes, and for clocks that differ
+# Safety margin for processes' ends and different clocks
 MARGIN_S = 0.5
-# Additional wait, multiplied by the machine's index
+# Additional wait, times the machine's index
 STAGGER_S = 0.3
-# Wait before taking a free lease, multiplied by the machine's index
+# Wait before taking a free lease, times the machine's index
 FIRST_S = 2.0
 REACH_S = 3.0
-# Time that a new leader waits for machines; exceeds TTL_S, REACH_S, and the rest of `UNREACHABLE_S` when a lease ends.
+# Time that a new leader waits for machines; exceeds TTL_S, REACH_S, and the rest of `UNREACHABLE_S` at a lease's end
 GATHER_S = 7.0
-# Time limit for the check whether a silent leader has ended
+# Time limit to check whether a silent leader has ended
 DOUBT_S = 1.0
-# Time after which a leader gives up the ranks of a disconnected machine; exceeds DOUBT_S
+# Time after which a leader gives up a disconnected machine's ranks; exceeds DOUBT_S
 GRACE_S = 2.0
 
 
@@ -36,8 +36,7 @@ class Lease:
 
     Attributes:
         term: counted from 1; 0 before any machine leads.
-        node: machine that holds the lease.
-        holder: random word of that machine's process.
+        holder: random word of the leading machine's process.
         beat: number of changes in `term`.
         prior: machine that held the previous term, or None if the run began with `term`.
         place: address of the leader's supervisor, as JSON; "" if unknown.
@@ -61,17 +60,15 @@ class Lease:
 
 @dataclass(frozen=True)
 class LeaseView:
-    """A machine's view of the lease; times are in seconds of the machine's own clock.
+    """A machine's view of the lease; times are in seconds of its own clock.
 
     Attributes:
-        lease: newest lease that the machine read or wrote.
-        since: time when the machine first read or wrote `lease`.
+        lease, since: newest lease that the machine read or wrote, and when it first did.
         placed: time when the machine learned of the lease's term or place.
         answered: time of the last request that the register answered.
-        asked: lease that the machine last asked for.
-        asked_at: time of the first request for `asked`.
+        asked, asked_at: lease that the machine last asked for, and time of its first request.
         term: term in which this machine leads, or 0.
-        until: time when the machine stops leading unless it renews the lease.
+        until: time when the machine stops leading without a renewal.
         joined: whether the machine has read the lease of a run in progress.
     """
 
@@ -94,16 +91,15 @@ class LeaseView:
 
 
 def asking(standing: LeaseView, lease: Lease, now: float) -> LeaseView:
-    """Return the view after the machine has asked for `lease`."""
     return replace(standing, asked=lease, asked_at=standing.asked_at if lease == standing.asked else now)
 
 
 def learned(standing: LeaseView, lease: Lease, sent: float, now: float) -> LeaseView:
     """Return the view after the register answers `lease` to a request sent at time `sent`.
 
-    If the machine asked for `lease`, the request was accepted, even if the request seemed to fail.
+    If the machine asked for `lease`, the request was accepted, even if it seemed to fail.
     """
-    # Leadership is counted from the time of the request, because its answer may take any time.
+    # Leadership counts from the request, because its answer may take any time.
     before = standing.lease
     first = standing.answered == float("-inf")
     accepted = lease == standing.asked
@@ -120,13 +116,13 @@ def learned(standing: LeaseView, lease: Lease, sent: float, now: float) -> Lease
 
 
 def wanted(standing: LeaseView, own: Lease, now: float) -> Lease | None:
-    """Return the lease to ask for, or None if another machine holds it or the run has ended."""
+    """Return the lease to ask for, or None if another machine leads or the run has ended."""
     lease = standing.lease
-    # The leader renews its lease with every call, long before the lease ends.
+    # Every call renews the leader's lease, long before it ends.
     if standing.leads(now):
         return replace(lease, beat=lease.beat + 1)
-    # Machines wait in turn: machine 2 takes a free lease after 4 s, and a lease that is not renewed
-    # after 5.6 s. A silent register gives no turn, because `answered` then stays the same.
+    # Machines wait in turn: machine 2 takes a free lease after 4 s, an unrenewed one after 5.6 s. A
+    # silent register gives no turn, because `answered` stays the same.
     turn = own.node * FIRST_S if lease.free else TTL_S + own.node * STAGGER_S
     if standing.answered - standing.since < turn or (lease.free and standing.joined):
         return None
@@ -136,20 +132,20 @@ def wanted(standing: LeaseView, own: Lease, now: float) -> Lease | None:
 
 
 def keeps(standing: LeaseView, term: int, since: float, refused: bool, now: float) -> bool:
-    """Return whether a machine without a leader keeps its ranks for the next leader, instead of ending them.
+    """Return whether a machine without a leader keeps its ranks for the next one.
 
     Args:
-        term: term of the machine's former leader.
+        term: the former leader's term.
         since: time when the machine noticed that the link was down.
         refused: whether the newest leader's machine refuses connections, because its supervisor has ended.
     """
     if now - standing.answered > TTL_S:
-        return False  # this machine cannot reach the register, so other machines may continue without it
-    # The old leader has certainly ended: this machine leads, its supervisor
-    # is gone, or its lease ran out.
+        return False  # the register is unreachable, so other machines may continue without this one
+    # The old leader has certainly ended: this machine leads, its
+    # supervisor is gone, or its lease ran out.
     if standing.leads(now) or refused or standing.expired:
         return True
-    # A new leader exists. Its address may be unknown for a moment, or the connection takes time.
+    # A new leader's address or connection may take a moment.
     if standing.lease.term != term:
         return not standing.lease.place or now - standing.placed < REACH_S
     return now - since < DOUBT_S

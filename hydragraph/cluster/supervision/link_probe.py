@@ -1,4 +1,4 @@
-"""UDP probes of the links between machines that do not lead."""
+"""UDP probes between machines that do not lead."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Address = tuple[str, int]
 
 
 class LinkProbe:
-    """Thread that sends datagrams to other machines and receives theirs.
+    """Thread that exchanges datagrams with other machines.
 
     Args:
-        tell: called with the set of machines silent for `UNHEARD_S`, whenever the set changes.
+        tell: called with the machines silent for `UNHEARD_S`, whenever the set changes.
     """
 
     def __init__(self, number: int, host: str, tell: Callable[[tuple[int, ...]], None]) -> None:
@@ -48,14 +48,14 @@ class LinkProbe:
         self._socket.close()
 
     def _run(self) -> None:
-        # By machine; contains only machines that have sent a probe before
+        # By machine that has sent a probe before
         silent_s: dict[int, float] = {}
         unheard: tuple[int, ...] = ()
         stopwatch = Stopwatch()
         sent = 0.0
         while not self._closed.is_set():
             heard = self._heard()
-            # After a pause of this process, datagrams are waiting or were dropped.
+            # After a pause of this process, datagrams wait or were dropped.
             elapsed = stopwatch.elapsed()
             silent_s = {node: seconds + elapsed for node, seconds in silent_s.items()} | dict.fromkeys(heard, 0.0)
             silent_nodes = tuple(sorted(node for node, seconds in silent_s.items() if seconds >= UNHEARD_S))

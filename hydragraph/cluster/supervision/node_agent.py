@@ -56,13 +56,13 @@ ARRIVAL_S = 1800.0
 BACK_S = 300.0
 _TRY_S = 0.5
 _TRY_ELECTED_S = 0.1
-# Time in which the leader can report that all machines are being stopped
+# Time for the leader to report that all machines are being stopped
 _TOGETHER_S = 1.0
 
 
 @dataclass(frozen=True)
 class LeaderlessState:
-    """State of a machine while the link to an elected leader is down (see `keeps`).
+    """State while the link to an elected leader is down (see `keeps`).
 
     Attributes:
         refused: address of the leader that last refused a connection.
@@ -89,7 +89,7 @@ class NodeAgent:
     _probe: LinkProbe | None = None
 
     def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> InheritedMembers | None:
-        """Serve until the run ends, or until this machine is preempted or elected; if elected, return all processes."""
+        """Serve until the run ends, or this machine is preempted or elected; if elected, return all processes."""
         before = handling({signal.SIGTERM: self._asked, signal.SIGINT: self._asked, signal.SIGUSR1: self._repaired})
         handed = None
         if self._election is not None:
@@ -202,12 +202,12 @@ class NodeAgent:
                     link.close("another machine leads")
             return over
         finally:
-            # Without an election, other machines may continue without this
-            # one, so its ranks must end now.
+            # Without an election, others may continue without this machine, so
+            # end its ranks now.
             if self._election is None or over is not None:
                 self._dismiss()
             else:
-                # After a long silence, do not wait for `DOUBT_S`: the leader may soon continue without these ranks.
+                # After a long silence, do not wait for `DOUBT_S`: the leader may soon continue alone.
                 self._alone = LeaderlessState(link.term, time.monotonic() if link.silent_s < UNREACHABLE_S else 0.0)
             link.close("")
             if self._probe is not None:
@@ -250,7 +250,7 @@ class NodeAgent:
         for member in list(self._crew.values()):
             if not leader.kept:
                 self._forget(member.rank)
-            # The earlier leader may not have received or saved this outcome, so report it again.
+            # The earlier leader may not have saved this outcome: report it again.
             elif member.outcome is not None:
                 link.send(Ended(member.rank, member.outcome))
 
@@ -273,7 +273,7 @@ class NodeAgent:
         for member in wait_for_outcomes(self._live(), stops, 0, others_run=True):
             assert member.outcome is not None
             link.send(Ended(member.rank, member.outcome))
-            # Processes that have returned stay alive until all processes have returned.
+            # Returned processes stay alive until all have returned.
             if not isinstance(member.outcome, Returned):
                 self._forget(member.rank)
 

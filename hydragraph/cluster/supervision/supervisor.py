@@ -62,16 +62,16 @@ _LOG = logging.getLogger(__name__)
 
 _ARRIVAL = timedelta(minutes=30)
 _LOOK_S = 0.02
-# Time in which members can report after an error that would recur
+# Time for members to report after an error that would recur
 _GRACE_S = 8.0
-# Delay before a lost process is replaced; doubled for each short-lived replacement
+# Delay before replacing a lost process; doubled for each short-lived replacement
 _REJOIN_S = 0.5
 _REJOIN_MOST_S = 60.0
-# Ranks with a shorter lifetime count as short-lived
+# Ranks with shorter lifetimes are short-lived
 _SHORT_S = 5.0
-# Maximum number of processes in one seat that end before they are ready
+# Maximum processes in a seat that end before they are ready
 _STARTS = 3
-# Time limit for a new member to become ready, in multiples of `Elastic.progress_s`
+# Time limit for a new member to be ready, in multiples of `Elastic.progress_s`
 _READYING = 3
 
 # Errors that would recur after a restart
@@ -79,13 +79,12 @@ AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
 
 
 def run_members(elastic: Elastic, nodes: RunMachines | None, job: Job) -> list[bytes]:
-    """Start ranks, keep them running, and return the pickled results of remaining ranks."""
     ranks = job.ranks
     handed = None if nodes is None else nodes.handed
     kept = private_folder() if handed is None else handed.kept
     if nodes is not None and nodes.election is not None and handed is not None and (text := nodes.election.record):
-        # A machine that was elected in the middle of a run continues with the earlier
-        # leader's ranks and placement.
+        # A machine elected during a run continues with the earlier leader's
+        # ranks and placement.
         saved = json.loads(text)
         ranks = saved["ranks"]
         nodes = replace(nodes, ranks=ranks, placed=tuple(saved["devices"]))
@@ -105,8 +104,8 @@ def run_members(elastic: Elastic, nodes: RunMachines | None, job: Job) -> list[b
     supervisor = Supervisor(started, store, ranks, elastic, crew=[] if handed is None else list(handed.crew))
     over: RunOver | None = RunOver()
     try:
-        # Lead before other machines can connect: from now on, a lost
-        # lease ends this machine's ranks.
+        # Lead before others connect: from now on, a lost lease ends this
+        # machine's ranks.
         if nodes is not None and nodes.election is not None:
             supervisor.lead(nodes.election)
         if nodes is not None:
@@ -121,7 +120,7 @@ def run_members(elastic: Elastic, nodes: RunMachines | None, job: Job) -> list[b
             supervisor.run(job.timeout_s)
         return supervisor.results()
     except LeadershipLost:
-        # Processes on other machines continue under the next leader.
+        # Other machines' processes continue under the next leader.
         supervisor.crew = [member for member in supervisor.crew if member.process.pid]
         over = None
         raise
@@ -141,8 +140,7 @@ class Supervisor:
     """Supervisor of one launch's members.
 
     Args:
-        started: function that starts a member's process; its arguments are the member's number, seat (initial rank),
-            and `Seated.late`.
+        started: starts a member's process; its arguments are the member's number, seat, and `Seated.late`.
     """
 
     _started: Callable[[int, int, bool], RankHandle]
@@ -155,16 +153,16 @@ class Supervisor:
     _record: CoordinatorState = field(default_factory=CoordinatorState)
     _seats: dict[int, Seated] = field(default_factory=dict)  # by member
     _since: dict[int, float] = field(default_factory=dict)
-    # Seats to refill, each with the time to do so
+    # Time to refill each seat
     _waiting: dict[int, float] = field(default_factory=dict)
     # Consecutive short-lived processes, by seat
     _short: dict[int, int] = field(default_factory=dict)
-    # Processes that ended before they were ready, by seat
+    # Processes that ended unready, by seat
     _unready: dict[int, int] = field(default_factory=dict)
     _lost: list[RankHandle] = field(default_factory=list)
-    # Seats that stay empty until their devices are available again
+    # Seats that stay empty until their devices are back
     _empty: set[int] = field(default_factory=set)
-    # Seconds that other members have waited for a member
+    # Seconds that others have waited for a member
     _waited: dict[int, float] = field(default_factory=dict)
     # Seconds that a late member has prepared
     _readying: dict[int, float] = field(default_factory=dict)
@@ -182,7 +180,6 @@ class Supervisor:
         self._rules = RankLimits(self._ranks, self._elastic.min_ranks)
 
     def run(self, timeout_s: float) -> None:
-        """Run until all members have ended and no new ones can start."""
         deadline = time.monotonic() + timeout_s
         if not self.crew:
             self._place.order(self._record.orders)
@@ -206,12 +203,12 @@ class Supervisor:
             raise TimeoutError(f"launch: processes {members} had not returned after {timeout_s:g} s")
 
     def lead(self, election: Election) -> None:
-        """Lead until this machine's lease ends; a thread then kills this machine's ranks."""
+        """Lead until this machine's lease ends; a thread then kills its ranks."""
         self._election = election
         election.guard(LeaseView.leads, lambda: kill_here(list(self.crew)))
 
     def adopt(self, handed: InheritedMembers) -> None:
-        """Continue with the members of an earlier leader; raise RankFailure if all have ended."""
+        """Continue with an earlier leader's members; raise RankFailure if all have ended."""
         assert self.hub is not None
         assert self._election is not None
         text = self._election.record
@@ -224,19 +221,19 @@ class Supervisor:
             nodes = set(saved["nodes"])
         self._stop = self._record.orders.stop
         # The previous leader's ranks have ended.
-        # crew: processes of all machines that reached this leader in time; seats: member -> Seated
+        # crew: processes of all machines that came in time; seats: member -> Seated
         crew, seats = self.hub.adopt(nodes - {self._election.standing.lease.prior}, GATHER_S)
         self.crew += crew
         if not self.crew:
             raise RankFailure(0, "", "no rank is left: the leading machine was lost, and other machines had no ranks")
         self._seats = {**handed.seats, **seats}
-        # The new store is empty. Members also repeat their own registers, so these
-        # writes must not overwrite them.
+        # The new store is empty. Members also repeat their registers: do not
+        # overwrite them.
         for member, seated in self._seats.items():
             peer = MemberDescription(member, seated.seat, 0, "", node=self._node(seated.seat))
             self._place.adopt(peer, MemberRegister(ready=not seated.late))
         self._place.order(self._record.orders)
-        # Seats whose members did not come along are refilled like those of lost ranks.
+        # Refill the seats of members that did not come along.
         vacant = set(self._every_seat) - {self._seats[member.rank].seat for member in self.crew} - self._empty
         if self._elastic.rejoin:
             self._waiting = dict.fromkeys(vacant, time.monotonic() + _REJOIN_S)
@@ -269,10 +266,10 @@ class Supervisor:
         return range(self._ranks + self._elastic.spares)
 
     def _save(self) -> None:
-        """Save the state for the next leader, before any member acts on this state."""
+        """Save the state for the next leader, before any member acts on it."""
         if self._election is not None:
             members = {self._next - 1, *(member.rank for member in self._live())}
-            # The seat of a member that was lost with the previous leader is unknown.
+            # Members lost with the previous leader have no known seat.
             nodes = {self._node(self._seats[member].seat) for member in members if member in self._seats}
             saved = {"record": record_text(self._record), "next": self._next}
             saved |= {"empty": sorted(self._empty), "nodes": sorted(nodes), "ranks": self._ranks}
@@ -283,11 +280,10 @@ class Supervisor:
         self._stop = True
 
     def refill(self, *_: object) -> None:
-        """Start processes in empty seats whose devices are available again."""
         self._back = True
 
     def results(self) -> list[bytes]:
-        """Return the last generation's results, by rank, or raise the error that ended the work."""
+        """Return the last generation's results by rank, or raise the error that ended the work."""
         returned = {member.rank: member.outcome for member in self.crew if isinstance(member.outcome, Returned)}
         order = [*self._record.current, *sorted(returned)]
         if returned and self._fatal_at is None:
@@ -301,8 +297,7 @@ class Supervisor:
         number = self._next
         self._next += 1
         self._seats[number] = Seated(seat, late)
-        # Save the number before it is used: a member's number must never be used again,
-        # not even by the next leader.
+        # Save the number before using it: no leader may use a member's number again.
         self._save()
         self._place.say(number, MemberRegister(ready=not late))
         self._place.introduce(MemberDescription(number, seat, 0, "", node=self._node(seat)))
@@ -335,14 +330,14 @@ class Supervisor:
             return
         assert outcome is not None
         how = outcome.how if isinstance(outcome, Died) else outcome.summary
-        # First tell the other ranks, which wait for this rank. Watches know ranks, not members.
+        # First tell the ranks that wait for this one. Watches know ranks, not members.
         current = self._record.current
         if member.rank in current:
             generation = prefix(self._record.orders.confirmed)
             announce_death(self._store, current.index(member.rank), how, generation)
         again = isinstance(outcome, Raised) and self._would_come_again(member, outcome)
-        # An error that would recur ends the launch. Once state exists, a newcomer with such
-        # an error only loses its seat.
+        # An error that would recur ends the launch. Once state exists, it only costs a newcomer
+        # its seat.
         if again and (member.rank in current or not self._held):
             self._fatal_at = time.monotonic() + _GRACE_S
             return
@@ -411,8 +406,8 @@ class Supervisor:
         record = replace(record, orders=replace(record.orders, stop=self._stop))
         if record.orders == self._record.orders:
             return
-        # Save before members can read the orders: a next leader must know
-        # every order that was obeyed.
+        # Save before members can read orders: a next leader must know all
+        # obeyed orders.
         before, self._record = self._record.orders, record
         self._save()
         self._place.order(record.orders)
@@ -442,7 +437,7 @@ class Supervisor:
                 self._ended(member)
 
     def _said(self) -> Mapping[int, MemberRegister]:
-        # Members that have returned still count, because `MemberRegister.done` ends the rendezvous.
+        # Returned members count: `MemberRegister.done` ends the rendezvous.
         done = [member for member in self.crew if isinstance(member.outcome, Returned)]
         said = {member.rank: self._place.said(member.rank) for member in [*self._live(), *done]}
         self._held = self._held or any(one.holds for one in said.values())
