@@ -1,1 +1,1 @@
-"""Engine: the Executable that a training script calls, the phases of a step, and recovery if ranks are lost or join."""
+"""Engine: the Executable, the phases of a step, and recovery if ranks are lost or join."""

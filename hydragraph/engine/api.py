@@ -240,7 +240,7 @@ def _priced(
     if not isinstance(profile, Cluster):
         return profile
     most = max(profile.node(device.node).devices for device in profile.devices)
-    # A planned strategy has no tensor-parallel group that spans nodes; a given strategy may have one.
+    # Planned tensor-parallel groups do not span nodes; given ones may.
     sheet = datasheet(program, profile, None, range(1, most + 1) if automatic else None)
     inductor = choose_backend(backend, world.device) == "inductor"
     variants = Variants(program, fused_head=inductor, added=not inductor, cache=VariantCache())
@@ -451,7 +451,7 @@ class RankPrograms(Sequence[RankProgram]):
         costs = cluster
         if isinstance(costs, Cluster):
             costs = Costs(datasheet(self.program, costs, efficiency), costs, home=home_of(home))
-        # busy: pipeline -> its number of micro-batches, which all of its ranks share
+        # busy: pipeline -> number of micro-batches, which all its ranks share
         busy = {role.pipeline: len(role.micro_batches) for p in self.programs.headers for role in p.roles}
         counts = [busy.get(i, 0) for i in range(len(self.strategy.pipelines))]
         if costs.ranks != len(self):

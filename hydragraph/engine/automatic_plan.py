@@ -1,6 +1,5 @@
-"""Planning without files, for `strategies: auto`.
+"""Planning for `strategies: auto`, from measured devices, links and block times.
 
-Planning measures devices and links (`engine.discovery`), and the times of the model's blocks unless they are cached.
 Noisy times are measured again with more repetitions. If a device type has no usable times, costs of all types come from
 operation counts.
 """
@@ -54,16 +53,16 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-# Repetitions, and number of measured token counts, in the first and in the second measurement.
+# (repetitions, token counts) of the first and the second measurement
 ATTEMPTS = ((3, 4), (8, 6))
-# Minimum tokens of the longest measured micro-batch, so that attention affects its time.
+# Minimum tokens of the longest micro-batch, so that attention affects its time
 LEAST_TOKENS = 1024
-# Maximum time of one block in the longest measured micro-batch.
+# Maximum time of a block in the longest micro-batch
 BLOCK_S = 1.0
 FULL = 0.85
-# If rank 0's CPU is slower than the fastest CPU by this factor, the rank with the fastest CPU plans.
+# If rank 0's CPU is slower than the fastest by this factor, the fastest's rank plans
 SLOW = 0.8
-# If `lengths` is not given, the sequences per rank and tokens per sequence that are assumed.
+# Assumed sequences per rank, and tokens per sequence, without `lengths`
 ASSUMED = (4, 512)
 
 
@@ -89,10 +88,10 @@ class PlanningSubject:
 
 
 def plan_automatically(subject: PlanningSubject, world: World, planning: Planning, preplanned: bool = True) -> Planning:
-    """Measure and plan on the running ranks; return inputs for the choice of strategies. All ranks call this.
+    """Measure and plan; all ranks call this.
 
     Args:
-        preplanned: whether to plan now; if False, only measure.
+        preplanned: if False, only measure.
 
     Raises:
         Unsupported: no plan fits the devices; raised on all ranks.
@@ -111,9 +110,9 @@ def plan_automatically(subject: PlanningSubject, world: World, planning: Plannin
             doing("measuring devices and links")
         discovered = discover(groups)
         _check_models(subject, discovered, groups)
-        # First, measure only plain stages, which takes less time. If there is no plan, or it
-        # fills the memory or streams weights, measure stages with recomputation and sequence
-        # parallelism as well, and plan again.
+        # First, measure only plain stages, which is faster. If no plan fits, or it fills memory or
+        # streams weights, also measure recomputation and sequence parallelism, and plan
+        # again.
         more = False
         while True:
             costs, source = _costs(subject, discovered, groups, planning, more)
@@ -128,7 +127,7 @@ def plan_automatically(subject: PlanningSubject, world: World, planning: Plannin
                 if more:
                     raise
             else:
-                # Plans with recomputation may be faster than plans that stream weights or fill the memory.
+                # Recomputation may be faster than streaming weights or filling the memory.
                 if more or (answer.full < FULL and not any(strategy.streams for strategy in answer.strategies)):
                     lines = _lines(
                         costs, discovered, answer.lines, f"{source}; planned in {answer.took_s:.1f} s", assumed
@@ -147,16 +146,16 @@ def measure_newcomers(
     types: Sequence[str],
     newcomers: Sequence[int],
 ) -> Costs | None:
-    """Return new costs if a joining rank's device has an unexpected type, otherwise None; all ranks call this.
+    """Return new costs if a newcomer's device type is unexpected, otherwise None; all ranks call this.
 
     Args:
-        types: for each rank, the device type that the `known` costs assume, or "" if unknown.
+        types: each rank's device type in the `known` costs, or "" if unknown.
     """
     groups = Groups(world, timedelta(minutes=30))
     try:
         found = types_of(report_devices(groups))
-        # named: (type now, type in `known`) of earlier ranks. A newcomer fits if all earlier ranks
-        #   with its type now have the type in `known` that is assumed for it.
+        # named: (type now, type in `known`) of earlier ranks. A newcomer fits if earlier ranks of its
+        #   type now all have its assumed type in `known`.
         named = {(found[rank], name) for rank, name in enumerate(types) if rank not in newcomers}
         if all([n for f, n in named if f == found[rank]] == [types[rank]] for rank in newcomers):
             return None
@@ -181,7 +180,6 @@ def _check_models(subject: PlanningSubject, found: DiscoveredCluster, groups: Gr
 
 
 def planning_rank(reports: Sequence[DeviceReport]) -> int:
-    """Return the rank that plans: rank 0, or the fastest if rank 0 has a slow CPU."""
     if not all(report.threads for report in reports):
         # A GPU's speed says little about the machine's CPU
         return 0
@@ -223,7 +221,7 @@ def _lines(costs: Costs, found: DiscoveredCluster, plan: Sequence[str], source: 
 def _costs(
     subject: PlanningSubject, found: DiscoveredCluster, groups: Groups, planning: Planning, more: bool
 ) -> tuple[Costs, str]:
-    # Tensor-parallel groups stay within a node, so the largest node bounds the degree.
+    # Tensor-parallel groups stay within a node, whose size bounds the degree.
     degrees = _degrees(subject.program, max(Counter(found.places).values()))
     kinds = [StageKind(tp, sp, again) for tp in degrees for sp in {False, tp > 1} for again in (False, True)]
     schemes = tuple((tp, 1) for tp in degrees)
@@ -231,8 +229,8 @@ def _costs(
     settings = MeasureSettings(schemes, tuple(kinds) if more else (), _longest(subject.program, found, required))
     began = time.monotonic()
     keys = _keys(subject, found, settings, required)
-    # Rank 0 alone reads and writes the cache: ranks with different caches
-    # would take different branches.
+    # Only rank 0 uses the cache: ranks with different caches would take
+    # different branches.
     recalled = _of_first(groups, _recalled(keys, found) if groups.world.rank == 0 else None)
     if recalled is not None:
         profile, types = recalled
@@ -267,7 +265,7 @@ def _priced(subject: PlanningSubject, profile: Profile, found: DiscoveredCluster
 
 
 def state_bytes_of(program: Program, optimizer: OptimizerFactory | None) -> int:
-    """Return the bytes of state per trained element; assume Adam if the optimizer cannot be created."""
+    """Return the bytes of state per trained element; assume Adam if creating the optimizer fails."""
     names = [parameter.name for bucket in program.buckets if bucket.learns for parameter in bucket.parameters]
     with suppress(Exception):
         return ADAMW_STATE_BYTES if optimizer is None else state_bytes(optimizer, names, program.dtype)
@@ -275,15 +273,15 @@ def state_bytes_of(program: Program, optimizer: OptimizerFactory | None) -> int:
 
 
 def _of_first(groups: Groups, value: T) -> T:
-    """Return rank 0's value on all ranks, because ranks may round a fitted value differently."""
+    """Return rank 0's value; ranks may round a fitted value differently."""
     first: list[T | None] = groups.gather(value if groups.world.rank == 0 else None)
     return cast("T", first[0])
 
 
 def _longest(program: Program, found: DiscoveredCluster, required: int) -> int:
     slowest = min(report.flops_per_s for report in found.reports)
-    # Forward and backward passes take about 6 operations per parameter and token, so a
-    # block of `block` parameters at `slowest` FLOP/s takes BLOCK_S for BLOCK_S *
+    # Forward and backward take about 6 operations per parameter and token, so a block of
+    # `block` parameters at `slowest` FLOP/s takes BLOCK_S for BLOCK_S *
     # slowest / (6 * block) tokens.
     block = max(bucket.size for bucket in program.buckets)
     return max(required, min(4 * hidden_size(program), int(BLOCK_S * slowest / (6 * block))))
@@ -296,7 +294,7 @@ def _degrees(program: Program, most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Two cache keys of a rank's profile: one shared by all ranks with the same device type, one for this rank only."""
+    """Cache keys of a rank's profile: one for all ranks of its device type, one for this rank."""
 
     shared: str
     own: str
@@ -323,8 +321,8 @@ def _recalled(keys: Sequence[_Keys], found: DiscoveredCluster) -> tuple[Profile,
     shared: dict[str, CachedProfile | None] = {}
     devices = []
     for key, report, name in zip(keys, found.reports, found.types, strict=True):
-        # A rank's own entry exists only if its device differed from
-        # others of its type (`_remember`).
+        # A rank has its own entry only if its device differed from its
+        # type (`_remember`).
         device = recall_profile(key.own, report)
         if device is None:
             if name not in shared:
@@ -333,7 +331,7 @@ def _recalled(keys: Sequence[_Keys], found: DiscoveredCluster) -> tuple[Profile,
         if device is None:
             return None
         devices.append(device)
-    # If some devices became slower than others, the ratio of their profiles no longer holds.
+    # If some devices became slower than others, their profiles' ratio is wrong.
     if not equally_changed(devices):
         return None
     profiles: dict[str, Profile] = {}
@@ -343,7 +341,7 @@ def _recalled(keys: Sequence[_Keys], found: DiscoveredCluster) -> tuple[Profile,
 
 
 def _remember(keys: Sequence[_Keys], found: DiscoveredCluster, profile: Profile, types: Sequence[str]) -> None:
-    # new_types: type before the measurement -> types after it, as a measurement may split a type
+    # new_types: type before the measurement -> types after it, because types may split
     new_types: dict[str, set[str]] = {}
     for old, new in zip(found.types, types, strict=True):
         new_types.setdefault(old, set()).add(new)

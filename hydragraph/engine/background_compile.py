@@ -1,7 +1,7 @@
 """Background compilation and checks of new strategies' graphs during training.
 
-One rank of each machine starts a low-priority process. All ranks read the results once every machine has a result.
-If a process dies or takes longer than LIMIT_S seconds, ranks compile a strategy when they first run it.
+One rank of each machine starts a low-priority process. Ranks read results once every machine has one. If a process dies
+or exceeds LIMIT_S seconds, ranks compile a strategy when they first run it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class PreparedStrategies:
-    """Compiled graphs and check results, prepared for all ranks of a machine.
+    """Compiled graphs and check results for the ranks of a machine.
 
     Attributes:
-        refused: reason why the strategies cannot run, or "" if they can.
+        refused: reason why the strategies cannot run, or "".
     """
 
     variants: Variants | None
@@ -73,7 +73,7 @@ class BackgroundCompile:
             folder = Path(self._folder.name)
             write_value(folder / "asked", self._asked)
             self._process = _started(folder)
-            # `close` may have run before `_process` was set, and then could not kill it.
+            # `close` may have run before `_process` was set, and could not kill it.
             if self._closed:
                 self._process.kill()
             status = self._process.wait(LIMIT_S)
@@ -93,11 +93,7 @@ class BackgroundCompile:
 
 @dataclass(frozen=True, eq=False)
 class StrategyPreparation:
-    """One rank's part in the preparation of new strategies.
-
-    Attributes:
-        makes: whether this rank starts the preparing process.
-    """
+    """One rank's part in the preparation of strategies; it starts the process if `makes`."""
 
     variants: Variants
     check: StageCheck | None
@@ -146,7 +142,7 @@ def made(variants: Variants, check: StageCheck | None, strategies: Sequence[Stra
 
 
 def end_with_stdin() -> None:
-    # Reading `sys.stdin` in a thread would make the interpreter exit with an error
+    # Reading `sys.stdin` in a thread would make the interpreter's exit fail
     os.read(0, 1)
     os._exit(1)
 

@@ -42,8 +42,8 @@ class Planning:
     """Inputs for the choice of strategies.
 
     Attributes:
-        profile: `Profile` for identical devices, `Costs` for devices that differ, or None for rough costs.
-        strategies: candidates for "auto", if they are already planned.
+        profile: `Profile` (identical devices), `Costs`, or None for rough costs.
+        strategies: planned candidates for "auto".
     """
 
     profile: Profile | Costs | None = None
@@ -65,15 +65,13 @@ def candidates_of(
     """Return the checked strategies to choose from.
 
     Args:
-        given: one strategy, several strategies, or "auto", which searches for strategies that suit the data (with
-            `hg.plan` if devices differ).
-        planning: profile and sample mini-batches, which "auto" requires.
+        given: strategies, or "auto" to search (with `hg.plan` if devices differ).
+        planning: "auto" requires its profile and sample mini-batches.
         home: owners of the state; None means equal shares.
 
     Raises:
-        Unsupported: "auto" has no profile or sample, the costs are for another number of ranks, or `given` is not a
-            strategy.
-        ValueError: a text cannot be parsed as a strategy.
+        Unsupported: an input is missing, or costs and ranks differ.
+        ValueError: a text is not a strategy.
     """
     profile = planning.profile
     batches = planning.lengths
@@ -114,18 +112,14 @@ def candidates_of(
 
 
 def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy, ...]:
-    """Return `candidates_of(given, *how)`, or raise its error, on every rank; for "auto", rank 0 searches."""
+    """Return `candidates_of(given, *how)` on every rank; for "auto", rank 0 searches."""
     if not (isinstance(given, str) and given == "auto"):
         return candidates_of(given, *how)
     return from_one(world, lambda: candidates_of(given, *how))
 
 
 def home_among(world: World, program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning) -> Home:
-    """Return the home; if a rule such as "auto" defines the home, rank 0 applies the rule.
-
-    Raises:
-        ValueError: the home does not fit the ranks; raised on all ranks.
-    """
+    """Return the home; rank 0 applies a rule such as "auto". All ranks raise the same ValueError."""
     if home.rule is None:
         return home
     hosts = world.gather(world.node)
@@ -141,7 +135,7 @@ def _question(
     if isinstance(costs, Profile):
         measured = costs.blocks and costs.device is not None and len(set(nodes)) == 1
         costs = Costs(costs, costs.cluster(len(nodes))) if measured else None
-    # if there is only one host, each rank counts as a node
+    # On a single host, each rank counts as a node
     if home.copies > 1 and len(set(nodes)) > 1:
         home = replace(home, nodes=home.nodes or tuple(nodes))
     if costs is None:
@@ -164,11 +158,7 @@ def _unmeasured(program: Program, strategies: Sequence[Strategy], home: Home, no
 
 
 def strategy_for(given: Strategy | str, program: Program) -> Strategy:
-    """Parse a strategy's text for the program's layers; return a Strategy unchanged.
-
-    Raises:
-        ValueError: `given` is neither a Strategy nor the text of a strategy.
-    """
+    """Parse a strategy's text for the program's layers; return a Strategy unchanged."""
     if isinstance(given, Strategy):
         return given
     if not isinstance(given, str):
@@ -183,7 +173,7 @@ def proposed(
     from hydragraph.planner.generators.hydraulis import propose
     from hydragraph.planner.improve_schemes import homogeneous, refine
 
-    # usable, schemes: (tensor-parallel degree, pipeline stages) of single pipelines
+    # usable, schemes: (tensor-parallel degree, stages) of single pipelines
     usable = [s for s in profile.schemes if s[0] * s[1] <= ranks and _fits(program, s)]
     fitting = schemes_of(profile, ranks, home, usable)
     lengths = [n for batch in batches for n in batch if n]
@@ -201,10 +191,10 @@ def planned_for(
     schedules: Sequence[str] = (DEFAULT_SCHEDULE,),
     streaming: bool = True,
 ) -> Plan:
-    """Return the plan that `hg.plan` finds for a sample on devices that differ.
+    """Return `hg.plan`'s plan for a sample.
 
     Raises:
-        Unsupported: no strategy fits both devices and model, or the costs are for another model.
+        Unsupported: no strategy fits, or the costs are for another model.
     """
     from hydragraph.planner.plan import plan
 
@@ -227,10 +217,10 @@ def planned_for(
 def at_once_among(
     world: World, program: Program, costs: Costs, batches: Sequence[Sequence[int]], running: Sequence[Strategy]
 ) -> Strategy | None:
-    """Quickly find a good strategy for unequal devices while all ranks wait; return None if no strategy fits.
+    """Quickly find a good strategy for unequal devices while ranks wait; return None if none fits.
 
     Args:
-        running: earlier strategies, beginning with strategies of the current ranks.
+        running: earlier strategies, those of the current ranks first.
     """
 
     def search() -> Strategy | None:
@@ -270,13 +260,13 @@ def _fits(program: Program, scheme: Scheme) -> bool:
 
 
 def request_of(strategies: Sequence[Strategy], planning: Planning, ranks: int, home: Home | None = None) -> PlanRequest:
-    """Return the planner's input: the candidates' costs, rough without a profile."""
+    """Return the planner's input; without a profile, costs are rough."""
     profile = planning.profile
     seed = planning.policy.seed
     if profile is None:
         rough = tuple(rough_costs(s) for s in strategies)
         return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)
-    # A profile without blocks has constants only for whole pipelines,
+    # Without blocks, a profile has constants only for whole pipelines,
     # and cannot price single stages.
     if isinstance(profile, Profile) and not profile.blocks:
         for strategy in strategies:
@@ -299,7 +289,7 @@ def request_of(strategies: Sequence[Strategy], planning: Planning, ranks: int, h
 def planner_of(
     strategies: Sequence[Strategy], planning: Planning, ranks: int, home: Home | None = None
 ) -> tuple[IterationPlanner, str]:
-    """Return the iteration planner, and a sentence that explains whether each step chooses a strategy, or ""."""
+    """Return the iteration planner, and a sentence on whether each step chooses a strategy, or ""."""
     policy = planning.policy
     request = request_of(strategies, planning, ranks, home)
     if len(strategies) == 1 or not planning.lengths:

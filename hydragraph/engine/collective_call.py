@@ -25,15 +25,13 @@ ENDS = ("close", "leave")
 
 @dataclass(frozen=True)
 class Restriction:
-    """Calls allowed while an executable's loop or context is open, and why other calls are refused."""
+    """Calls allowed inside an executable's loop or context, and why others are refused."""
 
     calls: tuple[str, ...]
     why: str
 
 
 class CollectiveCalls:
-    """Object with methods that all ranks must call together (`collective`)."""
-
     def __init__(self, watch: RankWatch) -> None:
         self._watch = watch
         self._lock = threading.RLock()
@@ -67,9 +65,9 @@ class CollectiveCalls:
 
 
 def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable[Concatenate[C, P], T]]:
-    """Make a method a collective call, which ignores the caller's torch modes and raises an error after `close`.
+    """Make a method a collective call that ignores torch modes and fails after `close`.
 
-    Wrong arguments raise an error but do not count as a rank's failure.
+    Wrong arguments raise an error, but do not count as a rank's failure.
     """
 
     def wrap(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
@@ -77,8 +75,8 @@ def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable
 
         def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
             try:
-                # Check arguments before the watch is entered: a typing mistake on one rank
-                # must not count as its failure.
+                # Check arguments before entering the watch: a typing mistake must not
+                # count as this rank's failure.
                 arguments = signature.bind(self, *args, **kwargs).arguments
             except TypeError as error:
                 raise TypeError(f"{what}: {error}") from None

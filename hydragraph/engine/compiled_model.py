@@ -47,10 +47,10 @@ from hydragraph.version import __version__
 
 @dataclass(frozen=True, eq=False)
 class ExecutableOptions:
-    """Options of an executable; `compile` documents most of them.
+    """Options documented by `compile`.
 
     Attributes:
-        check: mode returned by `frontend.check.check_once.mode_of`.
+        check: result of `frontend.check.check_once.mode_of`.
     """
 
     backend: str | None = None
@@ -69,10 +69,10 @@ class CompiledModel:
     """Captured model in one process.
 
     Attributes:
-        tensors: canonical name of the parameter or buffer for each state-dict key.
-        shell: the model without weights, or None for models that are not from transformers.
-        check: checker of graphs before a strategy's first step, or None if this rank does not check graphs.
-        state: detector of changes that the user makes to the model after compilation.
+        tensors: canonical name of each state-dict key.
+        shell: the model without weights; None if not from transformers.
+        check: checker of new strategies' graphs, or None if this rank checks none.
+        state: detector of the user's later changes to the model.
     """
 
     def __init__(self, model: nn.Module, program: Program, world: World, options: ExecutableOptions) -> None:
@@ -93,7 +93,7 @@ class CompiledModel:
         self._head = program.templates[program.blocks[-1].template]
         buffers = initial_buffers(model) | loss_buffers(loss)
         self.check: StageCheck | None = None
-        # One rank of each machine checks graphs for all of its ranks.
+        # One rank per machine checks graphs for all.
         if check == "full" and not world.local_rank:
             self.check = StageCheck(program, buffers, inductor, library=library)
         elif check != "off" and not world.local_rank:
@@ -112,9 +112,9 @@ class CompiledModel:
                 library=library,
                 cache=VariantCache(),
             )
-        # Another process may have compiled the variants for its own GPU.
+        # Another process may have compiled variants for another GPU.
         self.variants = variants.on(world.device) if variants.portable else variants
-        # Buffers are copied because `load` writes to them.
+        # Copied, because `load` writes to buffers.
         self.buffers = {name: buffer.to(world.device, copy=True) for name, buffer in buffers.items()}
         self.state = CompiledState(model, loss, self.buffers)
         self._torch_seed = torch.initial_seed()
@@ -123,8 +123,8 @@ class CompiledModel:
         return functools.partial(initial_parameters, model, self._torch_seed, blocks) if is_meta(model) else None
 
     def fill(self, model: nn.Module, groups: Groups, home: HomeState) -> None:
-        """Check that ranks have equal weights, and copy this rank's part to `home`; for a meta model, check seeds."""
-        # Ranks of a meta model draw equal weights from equal seeds, so comparing seeds is enough.
+        """Check that ranks have equal weights (for a meta model, equal seeds), and copy this rank's part to `home`."""
+        # Equal seeds give equal weights, so compare seeds.
         if is_meta(model):
             groups.same_everywhere("random seed (torch.manual_seed)", str(self._torch_seed))
         else:
@@ -162,7 +162,7 @@ class CompiledModel:
         return self.sums.alike(profile)
 
     def mini_batch(self, sequences: Batches, purpose: Purpose = "train") -> MiniBatch:
-        """Validate a mini-batch; for scoring, ignore fields that only the loss reads."""
+        """Validate a mini-batch; scoring ignores fields that only the loss reads."""
         scores = mode_of(purpose) != purpose
         fields, limits = self._read_by_scores if scores else (self._fields, self._limits)
         return MiniBatch.of(sequences, self.program.causal, fields, limits, without_targets=scores)
@@ -182,16 +182,12 @@ class CompiledModel:
         purpose: Purpose,
         update: int,
     ) -> AssignedBatch:
-        """Pack this rank's micro-batches.
-
-        Args:
-            update: step number, which selects dropout masks.
-        """
+        """Pack this rank's micro-batches; `update` selects dropout masks."""
         draws: DropoutNumbers | None = None
         if self.program.drops:
             count = len(batch.sequences)
-            # Dropout masks depend on the sequence's place in the mini-batch, not on
-            # its rank; -1 means no dropout.
+            # Dropout masks depend on the sequence's place in the mini-batch, not its
+            # rank; -1 means no dropout.
             numbers = [-1] * count if mode_of(purpose) == "evaluate" else range(count)
             draws = DropoutNumbers(key_of(self.seed, update), numbers)
         if self.sums is not None:
@@ -213,7 +209,7 @@ def of_least_cut(
 ) -> tuple[Strategy, ...]:
     """Return strategies whose stages all have the same tensor-parallel degree and sequence parallelism.
 
-    The strategies have the smallest tensor-parallel degree that works, so that fewer ranks are needed to run them.
+    The degree is the smallest that works, because it needs the fewest ranks.
     """
     measured = profile.profile if isinstance(profile, Costs) else profile
     refused: Unsupported | None = None
@@ -227,8 +223,8 @@ def of_least_cut(
 
 
 def tensor_names(model: nn.Module) -> dict[str, str]:
-    # first: id of each parameter -> its first name; names: every name, tied
-    #   ones included -> that name
+    # first: parameter's id -> its first name; names: every name, also tied
+    #   ones -> that name
     first = {id(p): n for n, p in model.named_parameters()}
     names = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     names |= {name: name for name, _ in model.named_buffers(remove_duplicate=False)}

@@ -1,4 +1,4 @@
-"""Discovery of the cluster that a program runs on: devices, their types, and measured links."""
+"""Discovery of devices, their types, and measured links."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from hydragraph.spec.known_devices import sheet_of
 
 @dataclass(frozen=True)
 class DiscoveredCluster:
-    """Devices and their types by rank, measured links, and the resulting cluster."""
-
     reports: tuple[DeviceReport, ...]
     types: tuple[str, ...]
     links: MeasuredLinks
@@ -45,10 +43,10 @@ class DiscoveredCluster:
 
 
 def discover(groups: Groups, probe: Callable[[], float] | None = None) -> DiscoveredCluster:
-    """Discover the devices and links of all ranks; all ranks call this.
+    """Discover devices and links; all ranks call this.
 
     Args:
-        probe: function that returns this device's matrix products per second.
+        probe: returns this device's matrix products per second.
 
     Raises:
         ValueError: hosts have different package versions.
@@ -64,10 +62,10 @@ def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discov
 def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: MeasuredLinks) -> Cluster:
     """Return a cluster with one node per device type and host.
 
-    If ranks are not numbered node by node, all nodes get the slowest links.
+    Unless ranks are numbered node by node, all nodes get the slowest links.
     """
     # hosts: node ids in rank order; host_of[rank]: index in `hosts`
-    # places: (host, type) by rank; order: the different places, which become the cluster's nodes
+    # places: (host, type) by rank; order: different places, which become the cluster's nodes
     hosts = list(dict.fromkeys(report.node for report in reports))
     host_of = [hosts.index(report.node) for report in reports]
     places = list(zip(host_of, types, strict=True))
@@ -76,7 +74,7 @@ def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: Mea
     for place, name in zip(places, types, strict=True):
         alike = [report for report, other in zip(reports, types, strict=True) if other == name]
         devices.append(_slowest(alike, order.index(place), name))
-    # A host without a measured link gets the bandwidth of its memory.
+    # A host without a measured link gets its memory's bandwidth.
     inner: list[Interconnect] = []
     outer: list[Interconnect] = []
     for host, node in enumerate(hosts):
@@ -87,7 +85,7 @@ def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: Mea
     inner = equalized(inner)
     outer = equalized(outer)
     numbers = [device.node for device in devices]
-    # A `Cluster` with separate nodes numbers its devices node by node.
+    # A `Cluster` with separate nodes numbers devices node by node.
     if numbers != sorted(numbers):
         within, between = (min(node_links, key=lambda link: link.bytes_per_s) for node_links in (inner, outer))
         return Cluster(tuple(devices), within, between)
@@ -107,8 +105,8 @@ def _slowest(reports: Sequence[DeviceReport], node: int, name: str) -> Device:
         for quantity in ("flops_per_s", "half_flops_per_s", "memory_bytes", "memory_bytes_per_s")
     )
     sheet = sheet_of(reports[0].name.replace("-", " "))
-    # A GPU that is nearly as fast as expected has its datasheet's peak, from which the roofline predicts all sizes
-    # of products. Other measured speeds count as reached.
+    # A GPU nearly as fast as expected has its datasheet's peak, from which the roofline predicts all sizes of
+    # products. Other speeds count as reached.
     if sheet is not None and half >= ALIKE * sheet.reached * sheet.flops_per_s:
         host = sheet.host_bytes_per_s
         return Device(sheet.flops_per_s, memory, sheet.memory_bytes_per_s, node, name, host_bytes_per_s=host)

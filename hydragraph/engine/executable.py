@@ -46,17 +46,17 @@ Measurements = tuple[Profile, Cluster, Sequence[int] | None, Sequence[Sequence[i
 
 
 class Executable(Membership):
-    """Compiled model that is ready to train; `compile` creates an executable on every rank.
+    """Compiled model on one rank, created by `compile`.
 
     Attributes:
         strategies: strategies from which steps choose.
         given: argument `strategy` of `compile`.
         wanted_home: argument `home` of `compile`.
-        measured_seats: seats (initial ranks) of the devices in `given_profile`; None means 0, 1, ...
-        spans: list to which steps append their instructions' times, or None.
-        watched: whether idle ranks measure the speed of their devices; equal on all ranks.
+        measured_seats: seats (initial ranks) of devices in `given_profile`; default: 0, 1, ...
+        spans: list that receives instructions' times, or None.
+        watched: whether idle ranks measure their devices' speed; equal on all ranks.
         stopping: a positive number makes the next `step` raise `Stopped` on all ranks.
-        listens: function called when ranks agree on a call; a positive result acts like `stopping`.
+        listens: function called at each agreement; a positive result acts like `stopping`.
     """
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -71,12 +71,11 @@ class Executable(Membership):
         Args:
             sequences: 1-D tensors or lists of token ids; or mappings with input_ids, labels or shift_labels, and a
                 tensor [tokens, ...] per custom field of compile's example=. The loss ignores labels of -100. Causal
-                models shift labels; shift_labels are already aligned with the predictions. A mapping may also hold a
-                right-padded batch [sequences, tokens] with its attention_mask.
-            strategy: strategy for this step, or its text; by default, the best strategy of those given to `compile`.
-                Changing the strategy moves no optimizer state.
-            divide_by: divisor of the summed losses: "targets" or "sequences" (their number in the mini-batch), or a
-                number.
+                models shift labels; shift_labels are already aligned with the predictions. A mapping may hold a
+                right-padded batch [sequences, tokens] with attention_mask.
+            strategy: strategy or its text; by default, the best of those given to `compile`. A change moves no
+                optimizer state.
+            divide_by: divisor of the summed losses: the number of "targets" or "sequences", or a given number.
 
         Raises:
             Unsupported: no optimizer was given, or the strategy does not fit the model.
@@ -92,7 +91,7 @@ class Executable(Membership):
         return self._iterate(Inputs(sequences, strategy, divide_by), "train")
 
     def announce(self, sequences: Batches) -> None:
-        """Plan a later step's mini-batch while earlier steps run; optional, and only on rank 0."""
+        """Plan a later mini-batch while earlier steps run; optional, only on rank 0."""
         self._check_open("announce")
         if self._chooser.plans:
             self._chooser.announce(self._compiled.mini_batch(sequences).lengths)
@@ -100,14 +99,14 @@ class Executable(Membership):
     def promise(
         self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
     ) -> None:
-        """Promise the arguments of the step that follows the next step; optional, but must be equal on all ranks.
+        """Promise the arguments of the step after the next; optional, and equal on all ranks.
 
-        Ranks agree on the promised step during the preceding step, which saves a synchronization. If the preceding step
-        is rejected, the promise is discarded. Once ranks agree, only `close`, `leave` and `move` may be called before
-        the promised step, and a request to stop takes effect one step later.
+        Ranks agree on the promised step during the preceding step, which saves a synchronization. A rejected preceding
+        step discards the promise. Once ranks agree, only `close`, `leave` and `move` may be called before the promised
+        step, and a request to stop takes effect one step later.
 
         Args:
-            sequences: the object that `step` will receive; it must be iterable twice and must not change.
+            sequences: the object that `step` will receive, unchanged and iterable twice.
         """
         self._check_open("promise")
         self._next = AgreedStep(Inputs(sequences, strategy, divide_by)) if self.world.ranks > 1 else None
@@ -115,17 +114,16 @@ class Executable(Membership):
     def choose_from(
         self, strategies: Sequence[Strategy], request: PlanRequest, static: int | None = None, ready_first: bool = False
     ) -> None:
-        """Make all ranks choose from other strategies, starting with the next step; call this only on rank 0.
+        """Choose from other strategies, starting with the next step; call this only on rank 0.
 
         Args:
             request: costs of the strategies' pipelines, in the order of `strategies`.
-            static: index of the only strategy to use, or None to choose the best for every step.
-            ready_first: whether to keep the current strategies until the new strategies are compiled and checked in the
-                background (see `changing`, `change_refused`). Otherwise, and always with Inductor, a strategy is
-                compiled in its first step.
+            static: index of the only strategy to use, or None to choose at every step.
+            ready_first: keep the current strategies until the new ones are compiled and checked in the background (see
+                `changing`, `change_refused`). Otherwise, and always with Inductor, a strategy's first step compiles it.
 
         Raises:
-            Unsupported: a strategy does not fit, this rank does not plan, or strategies of the previous call have just
+            Unsupported: a strategy does not fit, this rank does not plan, or the previous call's strategies have just
                 become ready.
         """
         if not self._chooser.plans:
@@ -140,24 +138,24 @@ class Executable(Membership):
 
     @property
     def changing(self) -> bool:
-        """On rank 0, whether the strategies last passed to `choose_from` are not in use yet."""
+        """On rank 0, whether `choose_from`'s last strategies are not in use yet."""
         return self._chooser.changing
 
     @property
     def static(self) -> int | None:
-        """On rank 0, the index of the strategy for all mini-batches, or None if each step chooses."""
+        """On rank 0, the index of the only strategy, or None if each step chooses."""
         return self._chooser.static
 
     @property
     def change_refused(self) -> str:
-        """On rank 0, the reason why strategies last passed to `choose_from` cannot run, or ""."""
+        """On rank 0, the reason why `choose_from`'s last strategies cannot run, or ""."""
         return self._chooser.refused
 
     def check(self, strategy: Strategy | str, ranks: int) -> None:
         """Check that a strategy fits the model, the ranks and the deterministic mode.
 
         Raises:
-            ValueError: the strategy does not fit; `Unsupported` if a feature is unsupported.
+            ValueError: the strategy does not fit (`Unsupported`: an unsupported feature).
         """
         self._compiled.check_strategy(strategy_for(strategy, self.program), ranks)
 
@@ -179,18 +177,18 @@ class Executable(Membership):
             self.planning = replace(self.planning, lengths=self.planning.lengths or lengths)
 
     def measure(self, world: World, seats: Sequence[int]) -> None:
-        """Measure all devices again because no rank has measurements any more; all ranks must call this."""
+        """Measure all devices again; all ranks must call this."""
         planning = plan_automatically(self._subject, world, self.planning, preplanned=False)
         self._first_profile, self.measured_seats, self._measures = planning.profile, tuple(seats), True
         self.planning = replace(self.planning, lengths=planning.lengths)
 
     def measure_newcomers(self, world: World, seats: Sequence[int], newcomers: Sequence[int]) -> bool:
-        """Measure all devices again if a joining device differs in type from the device that it replaces.
+        """Measure devices again if a newcomer's type differs from the replaced device's.
 
         All ranks must call this. Return whether devices were measured.
         """
-        # before: seats of the devices in `known`; types: their assumed types, by
-        #   rank; "" for unknown seats
+        # before: seats of `known`'s devices; types: their assumed types by
+        #   rank, "" for unknown seats
         known = self._first_profile
         assert isinstance(known, Costs), "call `measure_newcomers` after `adopt`"
         before = list(self.measured_seats or range(known.ranks))
@@ -207,7 +205,7 @@ class Executable(Membership):
 
     @property
     def explanation(self) -> tuple[str, ...]:
-        """Description of the devices, the plan and alternative plans, for "auto" without a profile."""
+        """Description of devices, plan and alternatives, for "auto" without a profile."""
         return self.planning.explanation
 
     @property
@@ -219,7 +217,7 @@ class Executable(Membership):
     def evaluate(
         self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
     ) -> StepReport:
-        """Report a mini-batch's loss without changing any state; arguments are as for `step`."""
+        """Report a mini-batch's loss without changing state; arguments are as for `step`."""
         return self._iterate(Inputs(sequences, strategy, divide_by), "evaluate")
 
     @overload
@@ -240,13 +238,13 @@ class Executable(Membership):
         """Return the log-probability of each sequence, summed over its targets, without changing state.
 
         Args:
-            sequences: as for `step`, without fields that only the loss reads. Labels of -100 are ignored.
-            entropy: whether to also return the entropy of the predicted distributions, in nats, summed over targets;
-                this materializes the logits of a micro-batch.
+            sequences: as for `step`, without fields that only the loss reads.
+            entropy: also return the predictions' entropy in nats, summed over targets; this materializes a
+                micro-batch's logits.
 
         Returns:
-            One fp32 value per sequence, in the order of the sequences, on the CPU of every rank; 0 for a sequence
-            without a target. With `entropy`, two tensors: log-probabilities and entropies.
+            One fp32 value per sequence, in order, on every rank's CPU; 0 without a target. With `entropy`, two tensors:
+                log-probabilities and entropies.
 
         Raises:
             Unsupported: the loss has no log-probability per token.
@@ -259,9 +257,9 @@ class Executable(Membership):
     def gradients(
         self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
     ) -> dict[str, Tensor]:
-        """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere); arguments are as for `step`.
+        """Return full fp32 gradients by parameter name on rank 0 ({} elsewhere); arguments are as for `step`.
 
-        Frozen parameters, and parameters that the loss does not use, have no gradient.
+        Frozen and unused parameters have no gradient.
         """
         self._iterate(Inputs(sequences, strategy, divide_by), "gradients")
         return self._session.gather(self.home.gradients)
@@ -270,7 +268,7 @@ class Executable(Membership):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return `model.state_dict()` as full CPU tensors on rank 0 ({} elsewhere); all ranks must call this.
 
-        The dict includes tied aliases and persistent buffers, but no extra state. Parameters are fp32 master weights.
+        It includes tied aliases and persistent buffers, but no extra state; weights are fp32.
         """
         self._transition.begin()
         return state_dict(self._compiled, self._session)
@@ -278,7 +276,7 @@ class Executable(Membership):
     @typed("to")
     @collective("weights")
     def weights(self, dtype: torch.dtype = torch.float32, to: Sequence[int] = (0,)) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the weights in the form that a server such as vLLM loads, with one block in memory at a time.
+        """Iterate over the weights as servers such as vLLM load them, with one block in memory at a time.
 
         All ranks must call this method, and the ranks in `to` must finish the loop before any rank makes another call::
 
@@ -286,15 +284,15 @@ class Executable(Membership):
                 ...
 
         Args:
-            dtype: dtype of floating-point tensors, except tensors that the model's classes keep in fp32.
+            dtype: dtype of floating-point tensors that the model does not keep in fp32.
             to: ranks that get the weights; on other ranks, the loop is empty.
 
         Returns:
-            Names and tensors as `save_pretrained` writes them, on this rank's device. A tied weight appears once, and
-            persistent buffers come last.
+            Names and tensors as in `save_pretrained`, on this rank's device. A tied weight appears once; persistent
+                buffers come last.
 
         Raises:
-            ValueError: `to` has a rank twice or a rank that does not exist, or `dtype` is not a floating dtype.
+            ValueError: `to` has a repeated or unknown rank, or `dtype` is not floating.
             Unsupported: a peft model has several adapters.
         """
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -309,7 +307,7 @@ class Executable(Membership):
         next(pieces)
         if self.rank not in to:
             return iter(list(pieces))
-        # Other calls are refused until the loop ends, because buckets are gathered while it runs.
+        # Buckets are gathered during the loop, so other calls are refused until it ends.
         self._restricted = Restriction(
             (*ENDS, "move"), "a loop over weights() has not ended; first finish this loop, or leave it with break"
         )
@@ -317,9 +315,9 @@ class Executable(Membership):
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
-        """Compute `score` and `evaluate` without the adapters of a peft model, like peft's `disable_adapter`.
+        """Compute `score` and `evaluate` without a peft model's adapters, like `disable_adapter`.
 
-        The model without adapters is the reference model for DPO or a KL penalty. All ranks must enter the context::
+        The result is a reference model for DPO or a KL penalty. All ranks must enter the context::
 
             with exe.adapter_off():
                 reference = exe.score(sequences)
@@ -349,9 +347,8 @@ class Executable(Membership):
         """Write a Hugging Face directory on rank 0, in fp32; all ranks must call this.
 
         Args:
-            directory: directory to write, created if missing; only rank 0 accesses it.
-            merged: for a peft model, whether to write the base model with the active adapters merged into its weights,
-                instead of only the adapters.
+            directory: created if missing; only rank 0 accesses it.
+            merged: write a peft model's base with merged adapters, not only the adapters.
 
         Raises:
             Unsupported: the model is not a transformers model, or has no adapters to merge.
@@ -368,14 +365,14 @@ class Executable(Membership):
 
     @collective("save")
     def save(self, path: str | Path, extra: dict[str, Any] | None = None, asynchronous: bool = False) -> None:
-        """Write weights and optimizer state as a checkpoint that any strategy and any number of ranks can load.
+        """Write weights and optimizer state as a checkpoint for any strategy and number of ranks.
 
         Args:
             path: a directory visible to all ranks.
             extra: plain data that `load` returns.
-            asynchronous: whether to write in the background and return once this rank's shards are copied to CPU
-                memory. The next `save`, `load`, `wait_saved` or `close`, and the end of the process, wait for the
-                write. If the write fails, the first of these calls or the next step raises the error on every rank.
+            asynchronous: write in the background, after copying this rank's shards to CPU memory. The next `save`,
+                `load`, `wait_saved` or `close`, and the end of the process, wait for the write. If the write fails, the
+                first of these calls or the next step raises its error on every rank.
         """
         self._transition.begin()
         changed = self._compiled.state.changed_weights()
@@ -390,13 +387,13 @@ class Executable(Membership):
     @typed("pieces")
     @collective("keep")
     def keep(self, pieces: Pieces, extra: dict[str, Any] | None = None) -> tuple[str, ...]:
-        """Store a checkpoint in pieces that `move` and `load` can restore; all ranks must call this.
+        """Store a checkpoint in pieces for `move` and `load`; all ranks must call this.
 
-        Training waits only for the copy to CPU memory. A location that is still being written to is skipped.
+        Training waits only for the copy to CPU memory. Locations still being written are skipped.
 
         Args:
-            pieces: locations of this rank's pieces; all ranks must use the same locations.
-            extra: plain data that is returned after a restore.
+            pieces: locations of this rank's pieces; the same on all ranks.
+            extra: plain data returned after a restore.
 
         Returns:
             Errors of earlier writes, whose checkpoints are incomplete; the same on all ranks.
@@ -414,8 +411,7 @@ class Executable(Membership):
         """Read a checkpoint, and return its `extra`; all ranks must call this.
 
         Args:
-            path: a directory written by `save`, pieces written by `keep`, or a pair (pieces, directory) to read the
-                newer checkpoint.
+            path: `save`'s directory, `keep`'s pieces, or a pair (pieces, directory) to read the newer.
         """
         self._session.saver.wait()
         self._stop_handover()
@@ -426,7 +422,7 @@ class Executable(Membership):
 
     @collective("load_pretrained")
     def load_pretrained(self, path: str | Path) -> None:
-        """Read the weights of a Hugging Face directory of safetensors files, but no optimizer state.
+        """Read weights, but no optimizer state, from a Hugging Face directory of safetensors files.
 
         Raises:
             Unsupported: the model has adapters.
@@ -444,7 +440,7 @@ class Executable(Membership):
         self._transition.loaded()
 
     def close(self) -> None:
-        """Wait for running saves and close the communicators; all ranks must call this, even after a failure."""
+        """Wait for saves and close the communicators; all ranks must call this, even after a failure."""
         self._closed = True
         if self._transition.held is None:
             return
@@ -474,11 +470,11 @@ class Executable(Membership):
 
     @property
     def decision(self) -> str:
-        """On rank 0, a sentence that explains whether each step chooses a strategy; "" if undecided."""
+        """On rank 0, a sentence on whether each step chooses a strategy; "" if undecided."""
         return self._chooser.decision
 
     def _weights(self, weights: PublishedWeights, to: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield an empty entry, then weights bucket by bucket; gather all buckets even if the caller stops early."""
+        """Yield an empty entry, then weights by bucket; gather all buckets even if the caller stops early."""
         groups = self.groups
         buckets = weights.buckets(to)
         try:
@@ -486,8 +482,8 @@ class Executable(Membership):
             while True:
                 if groups.closed:
                     raise ValueError("weights: the executable was closed in this loop; leave the loop before close()")
-                # Each bucket is a collective call of its own: between buckets, the
-                # caller's code may take any time.
+                # Each bucket is its own collective call: the caller may take any time
+                # between buckets.
                 with own_modes("weights"), self._watch.calling("weights"):
                     tensors = next(buckets, None)
                 if tensors is None:

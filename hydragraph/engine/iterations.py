@@ -1,4 +1,4 @@
-"""Iterations of an executable: ranks agree on a call, choose a strategy, prepare programs, and run them."""
+"""Iterations of an executable: agree on a call, choose a strategy, prepare programs, and run them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _Running = tuple[Strategy, tuple[int, ...], Purpose]
 
 
 class IterationRunner(CollectiveCalls):
-    """Runner of iterations on the current session; `Executable` documents the attributes."""
+    """Runner of iterations; `Executable` documents the attributes."""
 
     def __init__(self, compiled: CompiledModel, holding: StateTransition, world: World) -> None:
         super().__init__(world.watch)
@@ -120,35 +120,33 @@ class IterationRunner(CollectiveCalls):
         )
 
     def _run(self, inputs: Inputs, purpose: Purpose) -> tuple[MiniBatch, AssignedBatch, IterationOutcome, float]:
-        """Run one iteration; errors that all ranks raise together do not count as rank failures."""
+        """Run one iteration; errors raised by all ranks together are not rank failures."""
         self._transition.begin()
         trains = purpose == "train"
         log.at_step(self.steps + trains)
         began = time.perf_counter()
         self._communications += 1
-        # _promised: the call that the last commit agreed on, made now; coming:
-        #   a promise for the next call
+        # _promised: call agreed on at the last commit, made now; coming:
+        #   promise for the next call
         coming: AgreedStep | None = None
         # A rejected step discards the promise
         if trains:
             coming, self._next = self._next, None
         with self._watch.step(self._communications, self._describe):
             promised = self._promised is not None
-            # Ranks agree on the call before they plan it, because messages of different calls would
-            # not match. After a promise, they have agreed already: only changes since then are
-            # checked, and the commit carries the result (`says`).
+            # Ranks agree on the call before planning it: messages of different calls would not match.
+            # After a promise, only later changes are checked, and the commit carries the result
+            # (`says`).
             batch, strategy = self._agree(inputs, purpose)
             refused = self._refusal(purpose) if promised else None
-            # Rank 0 chooses the strategy and the assignment.
             work = self._assign(batch, strategy, purpose)
             assigned = time.perf_counter()
-            # Build the program, and compile new graphs, on all ranks
-            # before any of them sends messages.
+            # All ranks build the program and compile new graphs before any
+            # sends messages.
             self._prepare(work, purpose)
             preparing_s = time.perf_counter() - assigned
             session = self._session
-            # Run the program. At its commit, `says` tells the other ranks about the next call; then
-            # `_update` is called.
+            # At the program's commit, `says` tells others the next call; then `_update` is called.
             session.executor.probe = self._probe if trains and self._probes() else None
             session.executor.beside = self._transition.reshard if trains else None
             spans = self.spans if trains else None
@@ -157,31 +155,31 @@ class IterationRunner(CollectiveCalls):
                 outcome = session.execute(work, purpose, batch, inputs.divide_by, self._update, spans, says)
             finally:
                 session.executor.beside = None
-            self._transition.go_over()  # new owners take over even if the step made no update
-            # A rank refused the update, or settings differed. No rank has
-            # updated, so all raise the reason.
+            self._transition.go_over()  # new owners take over even without an update
+            # No rank has updated, because one refused, or settings differed.
+            # All raise the reason.
             if not outcome.alike:
                 raise_together(self._session.groups, refused, refused)
                 self._refuse_other_settings(purpose)
         if trains:
             self._lasted = time.perf_counter() - began
-            # The ranks have agreed on the next call, so its `_agree` needs no communication.
+            # The next call is agreed, so its `_agree` needs no communication.
             if coming is not None and coming.heard(outcome.said) and outcome.finite:
                 self._promised = coming
         return batch, work, outcome, preparing_s
 
     def _update(self, norm: float) -> None:
-        # After a handover, the new owners have all gradients, and update in place of the old ones.
+        # After a handover, the new owners have all gradients, and update instead of the old.
         self._transition.go_over()
         self._session.update(norm)
 
     def _agree(self, inputs: Inputs, purpose: Purpose) -> tuple[MiniBatch, Strategy | None]:
         """Return the checked mini-batch and strategy once all ranks agree on them.
 
-        Raise an error on all ranks if the call is invalid, a save has failed, calls differ, or a rank should stop.
+        Raise an error on all ranks if the call is invalid, calls differ, a save has failed, or a rank should stop.
         """
-        # First, compare the calls: at the previous step's commit if the step
-        # was promised, otherwise now.
+        # First, compare the calls: at the previous commit if promised,
+        # otherwise now.
         promised = self._promised
         if promised is not None:
             if not inputs.same_as(promised.inputs):
@@ -191,8 +189,8 @@ class IterationRunner(CollectiveCalls):
         else:
             call = self._checked(inputs, purpose)
             ranks = self._session.compare(call.mark, self._reason_to_stop() if purpose == "train" else self._heard())
-        # Then raise the reason to refuse the call, if any. Every rank takes the same branch,
-        # because `ranks` is equal on all ranks, and equal digests include equal refusals.
+        # Then raise the reason to refuse the call, if any. All ranks take the same branch: `ranks`
+        # is equal on all, and digests include refusals.
         if ranks.unsaved:
             try:
                 self._session.saver.wait()
@@ -203,8 +201,8 @@ class IterationRunner(CollectiveCalls):
         if not ranks.same:
             same = self._session.groups.same_everywhere
             try:
-                # Each comparison raises on all ranks if texts differ, from the most specific text
-                # to the digest of everything.
+                # Comparisons raise on all ranks if texts differ, from the most specific
+                # text to the digest of everything.
                 same("call", purpose)
                 self._refuse_other_settings(purpose)
                 own = f"{call.mark:016x}" if call.refused is None else f"refused: {call.refused}"
@@ -235,8 +233,8 @@ class IterationRunner(CollectiveCalls):
             refused = self._refusal(purpose)
         except Exception as error:
             refused = error
-        # Errors are part of the digest. If all ranks refuse for the same
-        # reason, they raise it together.
+        # Digests include errors: ranks that refuse for the same reason
+        # raise it together.
         accepted = (str(strategy), purpose, inputs.divide_by, self._update_settings(purpose), self._restricted)
         return StepCall(batch, strategy, refused, digest(repr(accepted if refused is None else refused), batch))
 
@@ -265,7 +263,7 @@ class IterationRunner(CollectiveCalls):
         return self._session.settings if purpose == "train" else ""
 
     def _says(self, coming: AgreedStep | None, purpose: Purpose, refused: Exception | None) -> tuple[int, ...]:
-        # -1 refuses the update on all ranks. The shift leaves 52 bits, which float64 holds exactly.
+        # -1 refuses the update on all ranks. The shift leaves 52 bits, exact in float64.
         update = -1 if refused is not None else digest(self._update_settings(purpose), None) >> 10
         if coming is None:
             return self._session.saying(-1, 0, update)
@@ -288,7 +286,7 @@ class IterationRunner(CollectiveCalls):
         return self._compiled.packed(batch, *chosen, world, purpose, update)
 
     def _prepare(self, work: AssignedBatch, purpose: Purpose) -> None:
-        """Build this rank's program; if one rank fails, all ranks raise an error before any messages are sent."""
+        """Build this rank's program; a failure is raised on all ranks before messages are sent."""
         running = (work.strategy, work.assignment.counts, purpose)
         self._ran = {number: ran for number, ran in self._ran.items() if number == self._communications - 1}
         self._ran[self._communications] = running
@@ -296,8 +294,8 @@ class IterationRunner(CollectiveCalls):
             others = (strategy for strategy in self._recent if strategy != work.strategy)
             self._recent = (work.strategy, *others)[:RECENT]
         preparer = self._session.preparer
-        # Another number of micro-batches needs a new program but no new graphs, so
-        # the ranks need not agree again.
+        # Another number of micro-batches needs a new program but no new
+        # graphs, so ranks need not agree again.
         if (work.strategy, purpose) in self._prepared:
             preparer.get(*running)
             return
@@ -309,7 +307,7 @@ class IterationRunner(CollectiveCalls):
                 (check if program is self._compiled.program else check.of(program)).check(work.strategy)
         except Exception as error:
             own = error if isinstance(error, ValueError) else _cannot_compile(error, work.strategy)
-        # This rank raises its own error. Other ranks raise an `Unsupported` error that quotes it.
+        # This rank raises its own error; others raise an `Unsupported` that quotes it.
         sent = own if own is None or isinstance(own, Unsupported) else _cannot_compile(own, work.strategy)
         raise_together(self._session.groups, own, sent)
         self._prepared.add((work.strategy, purpose))
@@ -319,8 +317,8 @@ class IterationRunner(CollectiveCalls):
         if not self.watched:
             return False
         self._probe.most_s = MOST_S if self._lasted is None else min(MOST_S, self._lasted / 2)
-        # All ranks probe in the first step after a change of ranks;
-        # later, only ranks without work do.
+        # All ranks probe in the first step after a change of ranks; later,
+        # only idle ranks do.
         idle = not self._session.preparer.get(*self._ran[self._communications]).program.roles
         return self._lasted is None or (idle and self.steps % PROBED_EVERY == 0)
 

@@ -1,8 +1,8 @@
-"""Move of state to new owners while the current owners complete a step.
+"""Move of state to new owners during a step.
 
-Between two updates, only gradients change. The new owners therefore get weights and moments while a step computes, get
-the gradients at the step's commit, and then update. A rank commits only after it has received everything, so either all
-ranks switch to the new owners or none does.
+Between two updates, only gradients change. New owners therefore get weights and moments while a step computes, get the
+gradients at its commit, and then update. A rank commits only after receiving everything, so either all ranks switch
+owners or none does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hydragraph.engine.session import Session
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.state_movement import OwnedState, Route, StateTransfer, agreed_columns
 
-# Bytes packed at a time; few, because instructions wait meanwhile
+# Bytes packed at a time; few, because instructions wait
 CHUNK = 16 << 20
 
 _GRADIENT = "gradient"
@@ -28,10 +28,10 @@ _WHAT = "rehome"
 
 @dataclass(eq=False)
 class LiveReshard:
-    """State that is being moved to other owners.
+    """State in transit to other owners.
 
     Attributes:
-        whole: whether the new owners have everything that an update needs.
+        whole: whether the new owners can update.
     """
 
     ending: Session
@@ -44,19 +44,19 @@ class LiveReshard:
 
     @staticmethod
     def begin(ending: Session, arriving: Session) -> LiveReshard:
-        """Start moving state to `arriving`, a session with other owners and without state; all ranks call this."""
+        """Start moving state to `arriving`, which has other owners and no state; all ranks call this."""
         groups = ending.groups
         own = OwnedState.of(ending.home, ending.optimizer)
         reports = together(groups, _WHAT, lambda: (own.columns, plain_state(ending.home, ending.optimizer)))
         before, after = ending.home.layouts, arriving.home.layouts
-        # Buckets with unchanged owners keep their tensors (`HomeState.allocate` with `ending`).
+        # Buckets with unchanged owners keep their tensors (`HomeState.allocate`).
         moving = [bucket for bucket in ending.program.buckets if before[bucket.name] is not after[bucket.name]]
         names = {parameter.name for bucket in moving for parameter in bucket.parameters}
         columns = agreed_columns([rank_columns for rank_columns, _ in reports])
         route = Route(moving, before, after, {name: kinds for name, kinds in columns.items() if name in names})
         state = OwnedState.empty(arriving.home, route.columns, own)
         groups.open_moving()
-        # The copies run alongside the step, but must see the weights after the previous update.
+        # The copies run alongside the step, but must see the previous update's weights.
         streams = ending.executor.streams
         updated = streams.mark()
         with streams.beside():
@@ -78,22 +78,22 @@ class LiveReshard:
         streams.wait(landed)
 
     def end(self) -> None:
-        """Send the gradients and the optimizer's settings to the new owners."""
-        # Weights and moments arrive first, because the gradients use the same channel.
+        """Send gradients and the optimizer's settings to the new owners."""
+        # Weights and moments come first: the gradients use the same channel.
         self.settle()
         old, new = self.ending.home, self.arriving.home
         learning = [bucket for bucket in self._route.buckets if bucket.learns]
-        # Gradients move like a column of state with owners, but only those of trained buckets.
+        # Gradients move like a column of state, but only for trained buckets.
         columns = {p.name: {_GRADIENT: torch.float32} for bucket in learning for p in bucket.parameters}
         route = Route(learning, old.layouts, new.layouts, columns)
         StateTransfer(route, _gradients(old), _gradients(new), self.ending.groups, Channel.MOVE).finish()
         if self.ending.optimizer is not None and self.arriving.optimizer is not None:
-            # The learning rate, for example, may have changed during the handover.
+            # The learning rate, for example, may have changed meanwhile.
             own = plain_state(old, self.ending.optimizer)
             assert own is not None, "plain_state returns None only without an optimizer"
             plain = merged([UnshardedState(**own), *self._plains])
             restore_optimizer(_WHAT, new, self.arriving.optimizer, plain, self._state.states)
-        # From here on, the new owners can update without any further message.
+        # Now the new owners can update without messages.
         self.arriving.log.progress = self.ending.log.progress
         self.arriving.log.gathered()
         self.whole = True

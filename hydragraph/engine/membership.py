@@ -1,4 +1,4 @@
-"""Connection of an executable to ranks that join or leave, and movement of state between ranks."""
+"""Ranks that join or leave an executable, and movement of state between ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Membership(IterationRunner):
-    """Base class that connects ranks and moves state between ranks; `Executable` documents the attributes."""
+    """Connection of ranks and movement of state; `Executable` documents the attributes."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Membership(IterationRunner):
         strategies: tuple[Strategy, ...],
         profile: Profile | Costs | None,
     ) -> None:
-        """Distribute the model's weights to the ranks of a world; all ranks must call this."""
+        """Distribute the model's weights to a world's ranks; all ranks must call this."""
         compiled = self._compiled
         self.strategies = strategies
         compiled.check_modes(strategies)
@@ -125,7 +125,6 @@ class Membership(IterationRunner):
 
     @property
     def given_profile(self) -> Profile | Costs | None:
-        """Costs given to `compile`, restricted to stages that may run."""
         return self._compiled.priced(self._first_profile)
 
     @property
@@ -154,7 +153,7 @@ class Membership(IterationRunner):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """Optimizer of this rank's share, or None if the executable was compiled without an optimizer."""
+        """This rank's optimizer, or None if compiled without one."""
         return self._session.optimizer
 
     @property
@@ -163,10 +162,10 @@ class Membership(IterationRunner):
         return self._compiled.sums is None
 
     def leave(self) -> None:
-        """Close the communicators but keep the state, so that ranks can connect again.
+        """Close the communicators but keep the state, to connect again.
 
-        This call waits only for a save that is being written and, during a handover, for the other ranks. Call `leave`
-        before destroying the process group.
+        This call waits only for a running save and, during a handover, for other ranks. Call `leave` before destroying
+        the process group.
         """
         if self._transition.held is not None:
             try:
@@ -193,20 +192,19 @@ class Membership(IterationRunner):
         strategy: Choices | None = None,
         profile: Profile | Costs | None = None,
     ) -> Moved:
-        """Continue with other ranks or other owners of the state; all ranks of the new world must call this.
+        """Continue with other ranks or owners; all ranks of the new world must call this.
 
         Call `move` after a failure or between two steps; joining ranks use an executable compiled with `joining=True`.
-        The state and hyperparameters come from surviving ranks. If only some ranks have finished a step, all other
-        ranks finish the step. Every rank keeps its old state until all ranks have the new state. If the move fails,
-        connect the ranks again and repeat the move.
+        The state and hyperparameters come from surviving ranks. If only some ranks have finished a step, the others
+        finish it. Every rank keeps its old state until all have the new state. If the move fails, reconnect and repeat
+        it.
 
         Args:
-            world: this process's place in the new world, with an initialized process group, or the current world.
+            world: this process's place in the new world (with a process group), or the current world.
             home: new owners of the state; by default the home given to `compile`.
-            before: each rank's previous number, or None for a joining rank. Unlisted previous ranks are lost.
-            restore: checkpoint, as for `load`, that all ranks read if a part of the state is lost. Joining ranks must
-                pass the same checkpoint.
-            strategy: strategies to choose from; by default the current strategies, which must then fit the new ranks.
+            before: each rank's previous number, or None for a joining rank. Unlisted ranks are lost.
+            restore: checkpoint, as for `load`, that all ranks read if state is lost. Joining ranks must pass the same.
+            strategy: strategies to choose from; by default the current ones, which must fit the new ranks.
             profile: new costs of strategies.
 
         Raises:
@@ -219,24 +217,24 @@ class Membership(IterationRunner):
         home = self.wanted_home if requested_home is None else requested_home
         holding = self._transition
         self._next = self._promised = None
-        # With unbroken communicators and the same ranks, only the owners
-        # change: the groups are reused.
+        # With unbroken communicators and the same ranks, only owners change:
+        # the groups are reused.
         stays = holding.held is not None and world is holding.held.world and not world.watch.broken
         stays = stays and list(before) == list(range(world.ranks))
         chosen = stays and strategy is None and profile is None
-        # First, end all communication of the old world.
+        # First, end the old world's communication.
         self._stop_handover() if stays else self.leave()
         self._watch = world.watch
         with own_modes("move"), world.watch.calling("move"):
-            # Second, agree on the newest state that the surviving ranks can complete. `meet` is
-            # pure, so equal reports give equal results on all ranks.
+            # Second, agree on the newest state that survivors can complete. `meet` is pure, so equal
+            # reports give equal results.
             reports = world.gather((holding.standing(world.rank), self.strategies, self._communications))
             meeting = meet([standing for standing, _, _ in reports], before)
             self._communications = max(number for _, _, number in reports)
-            # A rank that other ranks are one update ahead of has all gradients, and updates now.
+            # A rank one update behind has all gradients, and updates now.
             finished = holding.agree(meeting, world.rank)
-            # Third, choose strategies and owners for the new ranks. Joining ranks know no
-            # strategies, so all use the leader's.
+            # Third, choose strategies and owners for the new ranks. Joining ranks
+            # know no strategies, so all use the leader's.
             current_strategies = reports[meeting.leader or 0][1]
             self.planning = replace(self.planning, profile=self._compiled.priced(profile or self.planning.profile))
             choices = current_strategies if strategy is None else strategy
@@ -249,15 +247,14 @@ class Membership(IterationRunner):
             log = ProgressLog(StateProgress(meeting.updates, meeting.norm))
             ending = holding.held if stays else None
             inputs = (self._compiled, world, home, self._optimizer, self._compiled.identity(self.strategies))
-            # Fourth, fill a new session while the old one keeps its state. After an error here, the
-            # move can be repeated from the old state.
+            # Fourth, fill a new session. A failed move can be repeated from the old one.
             session = Session.begin(*inputs, log=log, ending=ending)
             holding.expect(session)
             own_buffers = persistent_buffers(self._compiled, session)
             brought = bring(session, holding.held if counts else None, meeting, restore, own_buffers)
             holding.arrived(meeting.generation + 1)
-            # Switch only after every rank has received everything. If ranks are lost now, those
-            # that have not switched still offer the complete new state to the next `meet`.
+            # Switch only after all ranks have received everything. If ranks are lost now, those not yet
+            # switched still offer the complete new state to the next `meet`.
             session.groups.gather(None)
             holding.take()
             self._take_buffers(brought)
@@ -270,15 +267,15 @@ class Membership(IterationRunner):
 
     @collective("rehome")
     def rehome(self, home: Home | str) -> None:
-        """Move state to the owners of another home during the next step; all ranks must call this.
+        """Move state to another home's owners during the next step; all ranks must call this.
 
-        Results are bitwise equal to those of a `move` after the step, but training waits only for moving gradients.
-        The handover is discarded if a rank is lost, or if another call loads or moves the state.
+        Results equal those of a later `move` bitwise, but training waits only for gradients. Losing a rank, or another
+        load or move, discards the handover.
 
         Raises:
             ValueError: the home does not fit, or another handover is in progress; raised on all ranks.
         """
-        # Only one handover can be in progress, because the next step completes it.
+        # The next step completes a handover, so only one can be in progress.
         if self._transition.reshard is not None:
             on_its_way = self._transition.reshard.arriving.owners.home
             raise agreed(ValueError(f"rehome: state is still moving to {on_its_way}: train a step first"))

@@ -1,4 +1,4 @@
-"""Planning of mini-batches in worker processes, ahead of training."""
+"""Planning of mini-batches in worker processes during training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOG = logging.getLogger(__name__)
 
 Lengths = tuple[int, ...]
 
-# Maximum attempts to plan one mini-batch.
+# Maximum attempts to plan a mini-batch
 ATTEMPTS = 3
 
 
@@ -23,7 +23,7 @@ class PlanService:
     """Worker processes that plan mini-batches from a bounded queue, and are replaced if they die.
 
     Args:
-        ahead: maximum number of mini-batches that are queued, being planned, or planned but not yet taken.
+        ahead: maximum number of mini-batches that are queued, in planning, or planned but not taken.
     """
 
     def __init__(self, request: PlanRequest, workers: int = 1, ahead: int = 4) -> None:
@@ -48,7 +48,6 @@ class PlanService:
             thread.start()
 
     def submit(self, lengths: Lengths) -> bool:
-        """Request a plan; return False if the queue is full."""
         with self._changed:
             if lengths in self._plans:
                 return True
@@ -59,7 +58,7 @@ class PlanService:
         return True
 
     def take(self, lengths: Lengths, patience_s: float) -> PlanAnswer | None:
-        """Return and remove a mini-batch's plan, or return None if it was not requested or is not ready in time."""
+        """Remove and return a mini-batch's plan; None if not requested or not ready in time."""
         with self._changed:
             if lengths not in self._plans:
                 return None
@@ -67,7 +66,7 @@ class PlanService:
             return self._plans.pop(lengths)
 
     def change(self, request: PlanRequest, forget: bool = False) -> None:
-        """Use new candidates and costs, and plan submitted mini-batches again or, if `forget`, discard them."""
+        """Use new candidates and costs; plan submitted mini-batches again or, if `forget`, discard them."""
         with self._changed:
             self._request = request
             self._number += 1
@@ -81,7 +80,6 @@ class PlanService:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-        # Wake threads that wait for a mini-batch or an answer.
         for _ in self._threads:
             self._jobs.put(None)
         for worker in self._workers:
@@ -100,7 +98,7 @@ class PlanService:
                 continue
             plan = self._answered(index, lengths)
             with self._changed:
-                # Discard the plan if its step has used the quick plan, or if the request has changed.
+                # Discard the plan if its step used the quick plan, or the request has changed.
                 if lengths in self._plans and number == self._number:
                     self._plans[lengths] = plan
                 self._changed.notify_all()
@@ -128,7 +126,7 @@ class PlanService:
     def _ask(self, index: int, lengths: Lengths) -> PlanAnswer:
         worker = self._workers[index] = self._workers[index] or Worker("hydragraph.engine.planning_worker")
         with self._changed:
-            # A process keeps its request, so it gets one only if it does not have this version yet.
+            # Send the request only if the process does not have this version.
             request = None if self._told[index] == self._number else self._request
             self._told[index] = self._number
         answer = cast(PlanAnswer, worker.ask((request, lengths)))

@@ -1,7 +1,4 @@
-"""Cache of measured profiles.
-
-Devices are measured again if the ratios of their speeds have changed.
-"""
+"""Cache of measured profiles, which are discarded if the ratios of devices' speeds change."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.frontend import user_cache
 from hydragraph.runtime.device_reports import ALIKE, DeviceReport
 
-# Minimum ratio between a device's stored and current speeds, the slower divided by the faster. A CPU may be half as
-# fast in another run.
+# Minimum ratio of a device's stored and current speeds,
+# slower by faster. A CPU may be half as fast in another run.
 UNCHANGED = 0.5
 
 _LOG = logging.getLogger(__name__)
@@ -29,10 +26,10 @@ def folder() -> Path:
 
 
 def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -> str:
-    """Return a digest of everything that a profile depends on, except the device's speed.
+    """Return a digest of a profile's dependencies, except the device's speed.
 
     Args:
-        together: largest number of ranks with this device type on one node; these ranks share the node's cores.
+        together: most ranks of this device type on one node, which share its cores.
         others: the model, dtype, backend and settings, with a stable `repr`.
     """
     memory = round(report.memory_bytes / 1e9, 1)
@@ -42,22 +39,18 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
 
 @dataclass(frozen=True)
 class CachedProfile:
-    """A stored profile.
-
-    Attributes:
-        speedup: current speed of the device / its speed when the profile was measured.
-    """
+    """Stored profile; `speedup` is the device's current speed / its measured speed."""
 
     profile: Profile
     speedup: float
 
 
 def recall_profile(key: str, report: DeviceReport, type_: str | None = None) -> CachedProfile | None:
-    """Return the stored profile whose speed is closest to the device's, if their ratio is at least `UNCHANGED`."""
+    """Return the stored profile of the closest speed, at a ratio of at least `UNCHANGED`."""
     best: tuple[float, float, Path] | None = None
     for path in folder().glob(f"{key}-*.json"):
         try:
-            # The file's name ends with the measured device's speed, as in "KEY-1234.5.json".
+            # File names end with the measured speed, as in "KEY-1234.5.json".
             speedup = report.products_per_s / float(path.stem.rpartition("-")[2])
         except (ValueError, ZeroDivisionError):
             continue
@@ -76,7 +69,7 @@ def recall_profile(key: str, report: DeviceReport, type_: str | None = None) -> 
 
 
 def equally_changed(devices: Sequence[CachedProfile]) -> bool:
-    """Return whether all devices' speeds have changed by the same factor, within `ALIKE`, since they were measured."""
+    """Return whether all speeds changed by the same factor, within `ALIKE`."""
     speedups = [device.speedup for device in devices]
     return min(speedups) >= ALIKE * max(speedups)
 

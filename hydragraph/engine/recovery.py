@@ -6,8 +6,8 @@
         except (hg.RankFailure, hg.Stopped) as failure:
             hg.survive(exe, failure)
 
-`survive` connects the ranks again in the same processes, moves the state to new owners and chooses a strategy that
-fits. Either `survive` finishes the interrupted step, or the loop repeats the step.
+`survive` reconnects the ranks in the same processes, moves the state and chooses a strategy. Either `survive` finishes
+the interrupted step, or the loop repeats it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FREE_S = 1.0
 
 @dataclass(frozen=True)
 class Survived:
-    """Result of a recovery; identical on all ranks except `received`, `seconds`, `read` and `finished`.
+    """Result of a recovery; equal on all ranks except `received`, `seconds`, `read` and `finished`.
 
     Attributes:
         generation: number of this set of ranks, counted from 1.
@@ -58,13 +58,13 @@ class Survived:
         lost: previous numbers of ranks that failed.
         left: previous numbers of ranks that were asked to end.
         joined: current numbers of new ranks.
-        restored: step of the checkpoint that was read, or None if no state was lost.
+        restored: step of the checkpoint read, or None if no state was lost.
         received: bytes of state received from other ranks.
-        seconds: time from this rank's call until the rank has its state.
+        seconds: seconds until this rank has its state.
         why: the failure's description.
-        ending: reason why these ranks may only save and end, or "" if they continue.
-        read: bytes that this rank read from pieces, by storage ("memory", "disk" or "store").
-        finished: whether the last step raised an error on this rank and was finished by `survive`.
+        ending: reason why ranks may only save and end, or "".
+        read: bytes read from pieces, by storage ("memory", "disk" or "store").
+        finished: whether `survive` finished the step that raised an error on this rank.
     """
 
     generation: int
@@ -85,12 +85,12 @@ class Survived:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Functions that find a checkpoint if state is lost, called after the ranks have reconnected.
+    """Functions that find a checkpoint after reconnection if state is lost.
 
     Attributes:
-        newest: returns a checkpoint; all ranks use the first rank's result that is not None.
-        pieces: returns this rank's pieces; the newer of checkpoint and pieces is read.
-        set_aside: renames a damaged checkpoint, and returns whether an earlier checkpoint exists.
+        newest: returns a checkpoint; all ranks use the first that is not None.
+        pieces: returns this rank's pieces, which are read if newer than the checkpoint.
+        set_aside: renames a damaged checkpoint; returns whether an earlier one exists.
     """
 
     newest: Callable[[], Path | None]
@@ -99,23 +99,23 @@ class Checkpoints:
 
 
 class _SetAside(Exception):  # noqa: N818
-    """Exception raised on all ranks after a damaged checkpoint was renamed."""
+    """Raised on all ranks after renaming a damaged checkpoint."""
 
 
 def survive(exe: Executable, failure: BaseException | None = None, restore: Restore | None = None) -> Survived:
-    """Connect surviving and new ranks, and distribute the state; all surviving and new ranks must call this.
+    """Connect surviving and new ranks, and distribute the state; all of them must call this.
 
-    `survive` updates `exe.world`, `exe.strategies` and `exe.steps`. Set the learning rate from `exe.steps`, which
-    is lower after a restore from a checkpoint.
+    This updates `exe.world`, `exe.strategies` and `exe.steps`. Set the learning rate from `exe.steps`, which a restored
+    checkpoint lowers.
 
     Args:
         exe: this rank's only executable; a new rank compiles it with `joining=True`.
-        restore: checkpoint as for `Executable.load`, which all ranks read if a part of the state is lost.
+        restore: checkpoint as for `Executable.load`, read by all ranks if state is lost.
 
     Raises:
-        TooFewRanks: too few ranks are left to continue; raised on all ranks, which can still save.
+        TooFewRanks: too few ranks are left; raised on all ranks, which can still save.
         RankFailure, Stopped: `failure` itself, if the ranks were not launched for recovery.
-        ValueError: a part of the state is lost, and `restore` is not given.
+        ValueError: state is lost, and `restore` is not given.
     """
     pieces, path = (None, None) if restore is None else parts(restore)
     survived = meet_again(exe, failure, Checkpoints(lambda: path, lambda: pieces))
@@ -130,8 +130,8 @@ def meet_again(
     """Recover as `survive` does, but return instead of raising TooFewRanks.
 
     Args:
-        rates: None to search for the best strategy. Otherwise, ranks use the first good strategy, and on the rank that
-            monitors speeds, `rates` maps member numbers to slowdowns.
+        rates: slowdowns by member number on the rank that monitors speeds; ranks then use the first good strategy.
+            None: search for the best strategy.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
@@ -149,14 +149,13 @@ def meet_again(
     received = 0
     finished = False
     read: Counter[str] = Counter()
-    # Remember what these ranks ran, before the ranks change.
     past = exe.past.ended(exe.recent, len(before))
-    # Repeat until all ranks have the state: each round forms a generation, and a rank that is lost
-    # during the move starts another round.
+    # Each round forms a generation, until all ranks have the state; a rank lost during the move
+    # starts another.
     while True:
         if isinstance(failure, RankFailure):
             reasons.append(str(failure).partition("; restart all ranks")[0])
-        # Close the communicators with lost ranks before the next generation connects.
+        # Close communicators with lost ranks before the next generation connects.
         exe.leave()
         _free_frames(failure)
         member.progress_s = exe.progress_s
@@ -174,8 +173,8 @@ def meet_again(
         received += moved.received
         finished |= moved.finished
         read.update(moved.read)
-        # Leaving ranks have handed over their state in this round, but still belong to this
-        # generation. They end, and the other ranks meet once more without them.
+        # Leaving ranks have handed over their state, but belong to this generation. They end, and
+        # the others meet once more.
         if not generation.leaving:
             break
         if member.number in generation.leaving:
@@ -189,9 +188,9 @@ def meet_again(
     now = generation.members
     joined = tuple(rank for rank, m in enumerate(now) if m not in before)
     came = "ranks joined" if joined else "ranks were asked to reconnect"
-    # lost, left: numbers in the generation before; joined: numbers in the current one
+    # lost, left: numbers in the previous generation; joined: in the current one
     lost = tuple(rank for rank, m in enumerate(before) if m not in now and m not in left)
-    # No survivor remembers the earlier generation, so count its ranks from 0.
+    # No survivor remembers the earlier generation: count its ranks from 0.
     if len(joined) == len(now) and generation.lost:
         lost = tuple(range(len(generation.lost)))
         came = "all ranks were lost"
@@ -227,8 +226,8 @@ def _move(
     going = [generation.members.index(m) for m in generation.leaving]
     home = home_for(exe.wanted_home, seats, going)
     with world.calling("survive"):
-        # First measure devices that are not known yet. Slowdowns of earlier
-        # measurements no longer apply then.
+        # First measure unknown devices, which makes earlier measurements'
+        # slowdowns obsolete.
         fresh = exe.given == "auto" and _measured(exe, world, generation, seats)
         profile = costs_for(exe.given_profile, seats, home, exe.measured_seats)
         if rates is not None and isinstance(profile, Costs) and not fresh:
@@ -239,12 +238,12 @@ def _move(
             slow = {rank: finite[m] for rank, m in enumerate(generation.members) if m in finite}
             profile = profile.changed(health=Health(slow))
         # Then choose strategies, and a checkpoint in case state is lost. New ranks may not know it,
-        # so all ranks use the first rank's that has one.
+        # so all use the first one found.
         strategies = strategies_for(exe, world, home, profile, None if rates is None else past, seats)
         pieces = saved.pieces()
         sources = world.gather((saved.newest(), pieces is not None))
         path = next((checkpoint for checkpoint, _ in sources if checkpoint is not None), None)
-        # A rank without pieces takes part in reading them, because reads are collective.
+        # Reads are collective, so a rank without pieces also takes part.
         if pieces is None and any(has_pieces for _, has_pieces in sources):
             pieces = Pieces()
     restore: Restore | None = path
@@ -253,7 +252,7 @@ def _move(
     try:
         return exe.move(world, home, generation.before, restore, strategies, profile)
     except ValueError as error:
-        # All ranks have raised this error. If any rank found damage, rank 0 renames the directory.
+        # All ranks have raised this error. If any found damage, rank 0 renames the directory.
         if path is None or saved.set_aside is None or not any(world.gather(isinstance(error, Damaged))):
             raise
         if not world.gather(world.rank == 0 and saved.set_aside(path))[0]:
@@ -263,17 +262,15 @@ def _move(
 
 
 def _free_frames(failure: BaseException | None) -> None:
-    """Free the failed step's tensors, which the traceback references."""
-
     def free() -> None:
         errors = [failure]
-        # The list grows while it is read: it follows the chain of causes and contexts once.
+        # The list grows during the loop, which visits causes and contexts once.
         for error in errors:
             if error is not None:
                 traceback.clear_frames(error.__traceback__)
                 errors += [e for e in (error.__cause__, error.__context__) if not any(e is known for known in errors)]
 
-    # The destructor of a gloo group may block.
+    # A gloo group's destructor may block.
     thread = threading.Thread(target=free, name="hydragraph-free", daemon=True)
     thread.start()
     thread.join(_FREE_S)
@@ -290,13 +287,13 @@ def _measured(exe: Executable, world: World, generation: Generation, seats: Sequ
 
 
 def seats_of_fewer(world: World) -> Sequence[int]:
-    """Return each rank's seat (initial rank) if fewer ranks started than the launch requested, else ()."""
+    """Return each rank's seat (initial rank) if fewer ranks started than requested, else ()."""
     member = here()
     return () if member is None or world.ranks >= member.ranks else [peer.seat for peer in member.peers]
 
 
 def begin_with_fewer(exe: Executable, model: nn.Module, world: World, seats: Sequence[int]) -> None:
-    """Distribute the model's weights if fewer ranks started than requested; all ranks must call this."""
+    """Distribute the weights if fewer ranks started than requested; all ranks must call this."""
     home = home_for(exe.wanted_home, seats)
     profile = costs_for(exe.given_profile, seats, home)
     if exe.given == "auto" and exe.planning.strategies:
@@ -315,7 +312,7 @@ def strategies_for(
     past: StrategyHistory | None = None,
     seats: Sequence[int] = (),
 ) -> tuple[Strategy, ...]:
-    """Return the given strategies that fit the ranks; if none fits, return planned or adapted strategies."""
+    """Return the given strategies that fit; if none fits, return planned or adapted ones."""
     choices = exe.given
     lengths = exe.planning.lengths
 
@@ -333,8 +330,8 @@ def strategies_for(
     several = [choices] if isinstance(choices, Strategy | str) else choices
     strategies = [strategy_for(choice, exe.program) for choice in several]
 
-    # Given strategies that still fit are kept. Otherwise, plan for the devices, or
-    # adapt the given ones (`refit`).
+    # Keep given strategies that fit; otherwise, plan for the devices, or adapt the
+    # given ones (`refit`).
     def fits(strategy: Strategy) -> bool:
         try:
             exe.check(strategy, world.ranks)
@@ -351,11 +348,11 @@ def strategies_for(
 def costs_for(
     given: Profile | Costs | None, seats: Sequence[int], home: Home, priced: Sequence[int] | None = None
 ) -> Profile | Costs | None:
-    """Return the costs of strategies on the ranks' devices.
+    """Return costs on the ranks' devices.
 
     Args:
-        seats: seat (initial rank) of each rank. If a seat is not in the cluster, devices are assumed to be identical.
-        priced: seats of the devices in `given`; default: 0, 1, ...
+        seats: each rank's seat (initial rank). If one is not in the cluster, devices are assumed identical.
+        priced: seats in `given`; default: 0, 1, ...
     """
     if not isinstance(given, Costs):
         return given
@@ -367,13 +364,13 @@ def costs_for(
 
 
 def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) -> Home:
-    """Derive the home of ranks with the given seats (initial ranks) from the home of all seats.
+    """Derive the home of ranks in `seats` (initial ranks).
 
     Args:
-        wanted: home with shares by seat; a seat without a share gets the average.
+        wanted: home by seat; a seat without a share gets the average.
         leaving: ranks that must not own state.
     """
-    # Without enough ranks, one copy is kept. Without enough nodes, copies may share a node.
+    # Without enough ranks, keep one copy; without enough nodes, copies may share a node.
     copies = wanted.copies if len(seats) - len(leaving) >= wanted.copies else 1
     nodes = None
     if wanted.nodes is not None and max(seats) < len(wanted.nodes):

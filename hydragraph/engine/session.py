@@ -1,7 +1,4 @@
-"""Part of an executable that depends on the ranks and on the home (the owners of the state).
-
-A session is recreated when ranks join or leave, or when state moves. The executable keeps its compiled graphs.
-"""
+"""Part of an executable that depends on ranks and owners; it is recreated when ranks or owners change."""
 
 from __future__ import annotations
 
@@ -47,10 +44,10 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """One rank's communicators and share of the state; without an optimizer, the session cannot train.
+    """One rank's communicators and share of the state.
 
     Attributes:
-        optimized: name of each parameter by its id, or None if the optimizers of ranks have different parameters.
+        optimized: parameters' names by id, or None if the ranks' optimizers have different parameters.
     """
 
     program: Program
@@ -78,19 +75,19 @@ class Session:
         log: ProgressLog | None = None,
         ending: Session | None = None,
     ) -> Session:
-        """Connect the ranks of a world and give each rank its share of the state; all ranks must call this.
+        """Connect a world's ranks and give each its share of the state; all ranks must call this.
 
         Args:
             alike: named texts that must be identical on all ranks.
             log: progress log of the state that `fill` provides, or None for new state.
-            ending: earlier session of the same world; its communicators and unmoved state are reused.
+            ending: earlier session of this world, whose communicators and unmoved state are reused.
 
         Raises:
-            ValueError: an input differs between ranks, or the home does not fit the ranks; raised on every rank.
+            ValueError: inputs of ranks differ, or the home does not fit; raised on every rank.
             Unsupported: the optimizer cannot work on some rank's shards; raised on every rank.
         """
         world.watch.rest("")
-        # First connect the ranks, and compare what must be equal, before any message depends on it.
+        # First connect ranks and compare what must be equal, before messages depend on it.
         groups = ending.groups if ending else Groups(world, TIMEOUT)
         log = log or ProgressLog()
         program = model.program
@@ -102,11 +99,11 @@ class Session:
         if home.copies > 1:
             nodes = groups.gather(world.node)
             home = home.on([nodes.index(node) for node in nodes])
-        # layouts: bucket name -> intervals of the bucket and their owners
+        # layouts: bucket name -> its intervals and their owners
         owners = HomeLayouts(home, world.ranks)
         layouts = owners.by_name(program.buckets)
         if ending:
-            # Unchanged layouts stay the same objects: moves skip a bucket if its
+            # Unchanged layouts stay the same objects: moves skip a bucket whose
             # layout `is` the earlier one.
             layouts = {name: _same(ending.home.layouts[name], layout) for name, layout in layouts.items()}
         state = HomeState.allocate(program, layouts, world.rank, device, ending.home if ending else None)
@@ -118,7 +115,7 @@ class Session:
         copies = rounded(state, program.dtype, trained_by)
         exact = model.sums is not None
         executor = Executor(program, state, groups, world.watch, device, rounded=copies, log=log, deterministic=exact)
-        # A save in progress has its own communicators, so it can continue under the new session.
+        # A save in progress has its own communicators, and continues under the new session.
         saver = ending.saver if ending else Saver(world, TIMEOUT)
         _LOG.info("state: %s", owners_text(home, names, world.ranks))
         ready = (owners, state, trained_by, preparer, executor, log, model.max_grad_norm, trained_names)
@@ -126,27 +123,27 @@ class Session:
 
     @property
     def settings(self) -> str:
-        """Text that describes the settings of the next update; it must be equal on all ranks."""
+        """Text of the next update's settings, which must be equal on all ranks."""
         return settings_of(self.optimizer, self.optimized)
 
     def compare(self, digest: int, stopping: int) -> RanksCompared:
         if self.world.ranks == 1:
             return RanksCompared(True, self.saver.failed, stopping)
-        # The maximum of -digest is the negated minimum. Digests 5 and 7:
-        # max 7, min 5, so they differ.
+        # The maximum of -digest is the negated minimum: for digests 5 and 7,
+        # max 7 and min 5 differ.
         most = torch.tensor([digest, -digest, int(self.saver.failed), stopping], device=self.world.device)
         most = self.groups.reduce_to_host(Channel.COMMIT, most, ReduceOp.MAX)
         return RanksCompared(bool(most[0] == -most[1]), bool(most[2]), int(most[3]))
 
     def saying(self, digest: int, stopping: int, update: int = 0) -> tuple[int, ...]:
-        """Return the inputs of `compare` as integers, which a commit sends and `RanksCompared.of` reads.
+        """Return `compare`'s inputs as integers for the commit and `RanksCompared.of`.
 
         Args:
-            digest: 62-bit digest of the next call, or -1 if the call is unknown.
-            update: digest of this update's settings, or -1 to refuse the update.
+            digest: 62-bit digest of the next call, or -1 if unknown.
+            update: digest of this update's settings, or -1 to refuse it.
         """
-        # Commits send float64, which holds integers below 2**53 exactly, so a 62-bit digest takes
-        # two numbers. An unknown call, -1, has high = -1, which `RanksCompared.of` rejects.
+        # Commits send float64, exact below 2**53, so a 62-bit digest takes two numbers. An unknown
+        # call, -1, has high = -1, which `RanksCompared.of` rejects.
         high, low = divmod(digest, 1 << 31)
         return high, low, int(self.saver.failed), stopping, update
 
@@ -160,14 +157,10 @@ class Session:
         spans: list[TraceEvent] | None,
         says: Callable[[], tuple[int, ...]],
     ) -> IterationOutcome:
-        """Run an iteration.
-
-        Args:
-            says: function that returns the result of `saying`, called after the computation.
-        """
+        """Run an iteration; `says` returns `saying`'s result after the computation."""
         prepared = self.preparer.get(work.strategy, work.assignment.counts, purpose)
-        # batches: micro-batch -> its packed tensors, for the pipelines that this rank takes part in
-        # places: micro-batch -> positions of its sequences in the mini-batch, for scores
+        # batches: micro-batch -> packed tensors, for this rank's pipelines
+        # places: micro-batch -> its sequences' positions in the mini-batch, for scores
         batches: dict[int, Mapping[str, Tensor]] = {}
         places: dict[int, Sequence[int]] = {}
         for role in prepared.program.roles:
@@ -180,10 +173,10 @@ class Session:
         return self.executor.run(prepared, batches, divisor, update, self.buffers, timing, says, scored)
 
     def gather(self, shards: Mapping[str, Tensor], names: frozenset[str] | None = None) -> dict[str, Tensor]:
-        """Return full CPU tensors by parameter name on rank 0 ({} elsewhere); all ranks must call this.
+        """Return full CPU tensors by name on rank 0 ({} elsewhere); all ranks must call this.
 
         Args:
-            shards: this rank's part of each bucket's weights or gradients, by bucket name.
+            shards: this rank's weights or gradients, by bucket name.
         """
         buckets = self.gather_by_bucket(shards, names)
         return {name: tensor.cpu() for bucket in buckets for name, tensor in bucket.items()}
@@ -195,12 +188,12 @@ class Session:
         to: Sequence[int] = (0,),
         dtype: Callable[[Iterable[str]], torch.dtype] | None = None,
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield full tensors by parameter name, bucket by bucket; all ranks must exhaust the iterator.
+        """Yield full tensors by name, per bucket; all ranks must exhaust the iterator.
 
         Args:
             shards, names: as for `gather`; buckets without parameters in `names` are skipped.
-            to: ranks that receive the tensors, on their devices; other ranks get {}.
-            dtype: function from a bucket's parameter names to the dtype to send; by default the shards' dtype.
+            to: ranks that receive the tensors on their devices; others get {}.
+            dtype: function from parameter names to the dtype to send; default: the shards' dtype.
         """
         world = self.world
         for bucket in (b for b in self.program.buckets if b.name in shards):
@@ -208,7 +201,7 @@ class Session:
             if not parameters:
                 continue
             layout, shard = self.home.layouts[bucket.name], shards[bucket.name]
-            # Gather the bucket like a pull of weights whose receivers are the ranks `to`.
+            # Gather the bucket like a pull of weights to the ranks `to`.
             exchange = pull_exchange(layout, whole(bucket.size, *to), world.rank, world.ranks, world.device)
             chosen = shard.dtype if dtype is None else dtype(p.name for p in parameters)
             full = Transfer(exchange, self.groups, Buffers(world.device)).pull(shard, chosen)()
@@ -216,14 +209,14 @@ class Session:
             for parameter in parameters if world.rank in to else ():
                 at = bucket.offsets()[parameter.name]
                 natural = parameter.natural(full[at : at + parameter.size]).detach()
-                # `full` may share memory with `shard`, which must not be modified.
+                # `full` may share memory with `shard`, which must not change.
                 tensors[parameter.name] = natural.clone(memory_format=torch.contiguous_format)
             yield tensors
 
     def update(self, norm: float) -> None:
-        """Clip this rank's gradients by the global norm, and update its share of the weights."""
-        # Between `updating` and `updated`, the state is neither old nor new: an interruption leaves
-        # it `torn`, and this rank must load its state or get it from other ranks.
+        """Clip gradients by the global norm, and update this rank's weights."""
+        # Between `updating` and `updated`, state is neither old nor new: an interruption leaves it
+        # `torn`, and this rank must load its state or get it from others.
         self.log.updating()
         if self.max_grad_norm is not None:
             self.home.clip_gradients(norm, self.max_grad_norm)
@@ -235,11 +228,7 @@ class Session:
 
 @dataclass(frozen=True)
 class RanksCompared:
-    """Comparison of all ranks' next calls.
-
-    Attributes:
-        stopping: largest stop request, or 0.
-    """
+    """Comparison of next calls; `stopping` is the largest stop request, or 0."""
 
     same: bool
     unsaved: bool
@@ -260,10 +249,7 @@ def _same(old: Layout, new: Layout) -> Layout:
 def _optimizer(
     factory: OptimizerFactory | None, state: HomeState, groups: Groups
 ) -> tuple[torch.optim.Optimizer | None, Mapping[int, str] | None]:
-    """Create this rank's optimizer; raise an error on every rank if one rank fails or settings differ.
-
-    Return the optimizer and `Session.optimized`.
-    """
+    """Create the optimizer and `Session.optimized`; if a rank fails or settings differ, all ranks raise an error."""
     optimizer: torch.optim.Optimizer | None = None
     refused: Exception | None = None
     try:
@@ -276,9 +262,9 @@ def _optimizer(
         sent = Unsupported(sentence, where="optimizer", remedy="correct the function passed as optimizer=")
         sent.__cause__ = refused
     raise_together(groups, sent, sent)
-    # names: id of each parameter of this rank -> its name; missing: left-out names, by rank
+    # names: id of each parameter of this rank -> name; missing: left-out names, by rank
     names = {id(parameter): name for name, parameter in state.named()}
-    # The function that makes the optimizer may leave out empty shards.
+    # The user's function may leave out empty shards.
     missing = groups.gather(left_out(optimizer, names))
     optimized = names if all(left == missing[0] for left in missing) else None
     groups.same_everywhere("optimizer and its settings", settings_of(optimizer, optimized))

@@ -1,6 +1,6 @@
 """Comparison of losses and gradients with those of the unmodified model in plain PyTorch.
 
-The reference runs one sequence at a time. It shares only the random numbers of dropout (`Masks`) with the executable.
+The reference runs sequences one by one, and shares only dropout's random numbers (`Masks`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from hydragraph.spec.strategy import Strategy
 
-# Allowed error of the loss, relative to the loss
+# Allowed relative error of the loss
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-5  # allowed error of a gradient, relative to the gradient's norm
-# Additional error, relative to the norm of all gradients, because some exact gradients (of key biases) are 0.
+# Additional error, relative to the norm of all gradients: some exact gradients (of key biases) are 0
 GLOBAL_TOLERANCE = 1e-7
 
 Sequences = Sequence[Tensor | Mapping[str, Tensor]]
-# Maps a sequence's index in the mini-batch (-1 for no dropout) and length to a context that applies dropout masks.
+# Maps a sequence's index in the mini-batch (-1: no dropout) and length to a context of masks
 Masks = Callable[[int, int], AbstractContextManager[None]]
 
 
@@ -47,10 +47,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class ParityRow:
-    """Comparison of a strategy with the reference, for the parameter with the largest `ratio`.
+    """Comparison for the parameter with the largest `ratio`.
 
     Attributes:
-        error: L2 norm of the error in the parameter's gradient g.
+        error: L2 norm of the error of gradient g.
         norm: L2 norm of g.
         ratio: error / (1e-5 |g|_2 + 1e-7 |all gradients|_2).
     """
@@ -79,9 +79,9 @@ def reference(
 
     Args:
         model: a Hugging Face model with weights.
-        sequences: 1-D token ids, or mappings with `input_ids`, `labels` (-100 is ignored) and optionally `weights`, a
-            factor for the sequence's loss.
-        masks: dropout masks for the gradients; the loss is computed without dropout.
+        sequences: 1-D token ids, or mappings with `input_ids`, `labels` (-100 is ignored) and optional loss factors
+            `weights`.
+        masks: dropout masks for gradients; the loss has no dropout.
 
     Raises:
         ValueError: no sequence has a target.
@@ -106,8 +106,8 @@ def reference(
     for number, (ids, labels) in enumerate(pairs):
         if not bool((labels != -100).any()):
             continue
-        # Gradients use dropout masks. The loss, as in `evaluate`, does
-        # not, and needs a second pass.
+        # Gradients use dropout masks; the loss, as in `evaluate`, does not,
+        # and needs a second pass.
         with masks(number, len(ids)) if masks else nullcontext():
             part = factors[number] * loss_of(ids, labels)
         if masks is None:
@@ -148,7 +148,7 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
 def verify(
     executor: Verifiable, strategies: Sequence[Strategy], sequences: Sequences, expected: Reference | None
 ) -> list[ParityRow]:
-    """Compare strategies with one device; return a row per strategy, or [] without `expected`. All ranks call this."""
+    """Compare strategies with one device; return a row for each, or [] without `expected`. All ranks call this."""
     rows = []
     for strategy in strategies:
         loss = executor.evaluate(sequences, strategy).loss

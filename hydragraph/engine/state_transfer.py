@@ -1,4 +1,4 @@
-"""Transfer of a model's state to the owners of a new session."""
+"""Transfer of a model's state to a new session's owners."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hydragraph.runtime.state_movement import CHUNK, OwnedState, Route, agreed_c
 
 _WHAT = "move"
 
-# A directory written by `Executable.save`, pieces written by `Executable.keep`, or both; the newer checkpoint is read.
+# A directory of `Executable.save`, pieces of `Executable.keep`, or both; the newer checkpoint is read
 Restore = str | Path | Pieces | tuple[Pieces, str | Path]
 
 
@@ -38,11 +38,11 @@ class Moved:
     """A move's result.
 
     Attributes:
-        step: last step that the state includes, identical on all ranks.
-        finished: whether the last step raised an error on this rank, but the move finished the step. If so, step your
-            learning-rate scheduler once more.
-        restored: step of the checkpoint that was read, or None if no state was lost.
-        read: number of bytes that this rank read from pieces, as in `recovery.Survived`.
+        step: last step in the state, equal on all ranks.
+        finished: whether the move finished the step that raised an error on this rank; if so, step your learning-rate
+            scheduler once more.
+        restored: step of the checkpoint read, or None if no state was lost.
+        read: bytes read from pieces, as in `recovery.Survived`.
     """
 
     step: int
@@ -82,17 +82,17 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
         plain = plain_state(session.home, session.optimizer)
         return own.columns, plain, pieces.busy, pieces.written, pieces.last, pieces.new_series(), errors
 
-    # Every rank needs the same decisions, so all report first: which places
-    # are busy, and what they hold.
+    # All ranks report which places are busy, and what they hold, to decide
+    # alike.
     reports = zip(*together(groups, "keep", mine), strict=True)
     all_columns, all_plains, busy, written, all_last, new_series, all_errors = reports
     columns = agreed_columns(all_columns)
     plains = [UnshardedState(**plain) for plain in all_plains if plain is not None]
-    # If the last stored step is not an earlier one, training went back. Its pieces then get a new
-    # series, so that they never mix with the abandoned ones.
+    # If the last stored step is not earlier, training went back. Its pieces get a new series, apart
+    # from the abandoned ones.
     last = max((kept for kept in all_last if kept is not None), default=None)
     series = new_series[0] if last is None or last.step >= step else last.series
-    # whole: place -> checkpoint that every rank last wrote there; older ones may be deleted
+    # whole: place -> last checkpoint that every rank wrote there; older ones may be deleted
     whole = {tier: kept for tier, kept in written[0].items() if all(other.get(tier) == kept for other in written)}
     common = {
         "columns": named(columns),
@@ -102,7 +102,7 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
         save_and_load.BUFFERS: dict(buffers),
         save_and_load.MODEL: (save_and_load.shapes_of(session.home), kind_of(session.optimizer)),
     }
-    # These are copies, because training changes the originals
+    # Copied, because training changes the originals
     entry = partial(encoded, "extra", deepcopy(common))
     busy_anywhere = frozenset[StorageTier]().union(*busy)
     pieces.put(
@@ -124,15 +124,15 @@ def bring(
     """Fill a new session's state without changing the old state; all ranks call this.
 
     Args:
-        old: this rank's old session, or None for a rank without state.
-        buffers: this rank's persistent buffers.
+        old: this rank's old session; None without state.
+        buffers: persistent buffers.
 
     Raises:
-        ValueError: a part of the state is lost, and no checkpoint is given; raised on all ranks.
+        ValueError: state is lost, and no checkpoint is given; raised on all ranks.
     """
     groups = session.groups
     rank = session.world.rank
-    # First, tell all ranks what the survivors hold, and the leader's buffers if ranks join.
+    # First, tell all ranks what survivors hold and, if ranks join, the leader's buffers.
     own = OwnedState.of(old.home, old.optimizer) if old is not None and meeting.before[rank] is not None else None
 
     tells = None in meeting.before and rank == meeting.leader
@@ -144,8 +144,8 @@ def bring(
         return dict(own.columns), plain_state(old.home, old.optimizer), session.world.node, own_buffers
 
     columns, plains, hosts, told_buffers = zip(*together(groups, _WHAT, told), strict=True)
-    # Second, find the owners in the agreed state, and number them as in the new world. Elements of
-    # lost ranks have no row in `source`.
+    # Second, find the agreed state's owners, numbered as in the new world; lost ranks' elements have
+    # no row in `source`.
     nodes = [hosts.index(host) for host in hosts]
     there = HomeLayouts(meeting.home, meeting.ranks).by_name(session.program.buckets)
     source = {name: layout.renamed(meeting.before, nodes) for name, layout in there.items()}
@@ -155,16 +155,16 @@ def bring(
     names = {parameter.name for bucket in moving for parameter in bucket.parameters}
     kinds = {name: kinds for name, kinds in agreed_columns(columns).items() if name in names}
     route = Route(moving, source, session.home.layouts, kinds)
-    # Third, move the state, or read all of it from a checkpoint if no survivor has some elements:
-    # parts of different steps must not mix.
+    # Third, move the state, or read all of it from a checkpoint if some is lost: parts of different
+    # steps must not mix.
     if route.lost:
         return _read(session, route, restore, meeting.leader is None, buffers)
     arriving = OwnedState.empty(session.home, route.columns, own)
     received = carry(route, own, arriving, groups)
     if session.optimizer is not None:
         assert meeting.leader is not None, "the state is complete, so at least one rank has finished its step"
-        # The leader's part comes first, because `merged` takes the
-        # hyperparameters of the first part.
+        # The leader's part comes first: `merged` takes the first part's
+        # hyperparameters.
         parts = [plains[meeting.leader], *(plain for plain in plains if plain is not None)]
         plain = merged([UnshardedState(**part) for part in parts])
         optimizer = session.optimizer
@@ -175,7 +175,7 @@ def bring(
 def _read(
     session: Session, route: Route, restore: Restore | None, nobody: bool, buffers: Mapping[str, Tensor]
 ) -> LoadedSession:
-    """Read the complete state from a checkpoint, and ignore newer parts of the state that survived."""
+    """Read the complete state from a checkpoint, ignoring newer surviving parts."""
     if restore is None and nobody:
         raise ValueError(
             "move: all ranks that had the state are lost, and no checkpoint is given: start again, or give a "
@@ -197,12 +197,8 @@ def _read(
 def read(session: Session, restore: Restore, buffers: Mapping[str, Tensor]) -> LoadedSession:
     """Read the complete state from a checkpoint; all ranks call this.
 
-    Args:
-        buffers: as for `bring`.
-
     Raises:
-        Damaged, ValueError: as for `save_and_load.load`, or no location has a complete checkpoint in pieces; raised on
-            all ranks.
+        Damaged, ValueError: as for `save_and_load.load`, or no pieces are complete; raised on all ranks.
     """
     pieces, path = parts(restore)
     groups = session.groups
@@ -215,7 +211,7 @@ def read(session: Session, restore: Restore, buffers: Mapping[str, Tensor]) -> L
         kind = kind_of(session.optimizer)
         recovery = Recovery(pieces, session.program.buckets, session.home, groups, CHUNK, least, buffers, kind)
         recovered = recovery.run()
-        # Checkpoints written later do not continue the series of these pieces
+        # Later checkpoints do not continue these pieces' series
         pieces.last = None
         if recovered is not None:
             return _taken(session, recovered)
@@ -234,7 +230,7 @@ def _steps_of(path: Path) -> int:
 
 
 def parts(restore: Restore) -> tuple[Pieces | None, Path | None]:
-    """Return the pieces and the directory to read from; raise TypeError for other types."""
+    """Return the pieces and directory to read; raise TypeError for other types."""
     if isinstance(restore, Pieces):
         return restore, None
     if isinstance(restore, tuple) and [isinstance(source, Pieces) for source in restore] == [True, False]:
@@ -258,7 +254,7 @@ def _taken(session: Session, found: RecoveryResult) -> LoadedSession:
 
 
 def kept(session: Session, old: Session | None) -> Session:
-    """Return the new session with the old optimizer object, to which learning-rate schedulers refer."""
+    """Return the new session with the old optimizer object, which schedulers reference."""
     if old is None or old.optimizer is None or session.optimizer is None:
         return session
     optimizer, new = old.optimizer, session.optimizer

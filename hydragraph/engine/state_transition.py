@@ -1,11 +1,11 @@
-"""A rank's current session, and the arriving session to which the state is moving.
+"""A rank's current session, and the arriving session that receives the state.
 
 current      arriving         meaning
-none         none             a rank that was compiled to join others
-A            none             the rank trains with A
-A            B, incomplete    a move or a handover during a step fills B; a failure discards B
-A            B, complete      the rank switches to B; after a failure, the ranks agree on A or B
-B            none             the rank trains with B
+none         none             a rank compiled to join others
+A            none             train with A
+A            B, incomplete    a move or a handover fills B; a failure discards B
+A            B, complete      switch to B; after a failure, ranks agree on A or B
+B            none             train with B
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 class StateTransition:
     def __init__(self, start: Callable[[], Iterable[Mapping[str, Tensor]]] | None) -> None:
-        """Begin without a session; `start` provides the initial weights if no weights are loaded."""
+        """Begin without a session; `start` provides the initial weights unless weights are loaded."""
         self.held: Session | None = None
         self.reshard: LiveReshard | None = None
         self.generation = 0
@@ -34,7 +34,7 @@ class StateTransition:
         self._arriving: Session | None = None
         self._whole = False
         self._ahead = 0
-        # Rank numbers that this process has had since the last switch
+        # This process's rank numbers since the last switch
         self._called: tuple[int, ...] = ()
 
     @property
@@ -50,7 +50,7 @@ class StateTransition:
         return list({id(session.groups): session.groups for session in sessions if session is not None}.values())
 
     def begin(self) -> None:
-        """Fill a model built on the meta device with its initial weights, unless weights were loaded."""
+        """Give a meta-device model initial weights, unless weights were loaded."""
         for tensors in self._start() if self._start is not None else ():
             self.session.home.fill(tensors)
         self._start = None
@@ -59,9 +59,9 @@ class StateTransition:
         self._start = None
 
     def standing(self, rank: int) -> RankStates | None:
-        """Return the states that this process can provide as rank `rank`, or None if the process has no session."""
-        # If this attempt fails, the next one may name this process by the number
-        # that it has in this attempt.
+        """Return this process's states as rank `rank`; None without a session."""
+        # If this attempt fails, the next may name this process by its number in
+        # this attempt.
         before, self._called = self._called, (*self._called, rank)
         if self.held is None:
             return None
@@ -70,17 +70,17 @@ class StateTransition:
         return RankStates(_held(self.held, self.generation), arrived, before)
 
     def agree(self, meeting: AgreedState, rank: int) -> bool:
-        """Switch to the agreed state; return whether this rank had to finish the last step."""
-        # An interrupted move may have completed on some ranks. Other ranks then switch as well, if
-        # the agreed state is the new one; otherwise they discard it.
+        """Switch to the agreed state; return whether this rank finished the last step."""
+        # An interrupted move may have completed on some ranks. The others then switch too if it is the
+        # agreed state; otherwise they discard it.
         if self._whole and meeting.generation == self._ahead:
             self.take()
         self._arriving = None
         self._whole = False
         if self.held is None or meeting.before[rank] is None:
             return False
-        # All owners had their gradients before any rank could update,
-        # so no communication is needed.
+        # All owners had their gradients before any rank could update, so
+        # no communication is needed.
         behind = self.held.log.progress.updates < meeting.updates
         if behind:
             _LOG.info("finished step %d, which other ranks had finished", meeting.updates)
@@ -98,7 +98,7 @@ class StateTransition:
 
     def take(self) -> None:
         assert self._arriving is not None, "only an arriving session can be taken"
-        # Schedulers refer to the optimizer object, so it survives the switch with the new state.
+        # Schedulers refer to the optimizer object, so it survives the switch.
         self.held = kept(self._arriving, self.held)
         self.generation = self._ahead
         self._arriving = None
@@ -107,7 +107,7 @@ class StateTransition:
         self._called = ()
 
     def hand_over(self, arriving: Session) -> None:
-        """Start moving state to another session during the next step; all ranks call this."""
+        """Start moving state to a session during the next step; all ranks call this."""
         self.reshard = LiveReshard.begin(self.session, arriving)
         self.expect(arriving)
 
@@ -117,12 +117,12 @@ class StateTransition:
             self.take()
 
     def stop_handover(self, broken: bool) -> None:
-        """Stop a handover; wait for its transfers in flight unless communication is broken."""
+        """Stop a handover; wait for transfers unless communication is broken."""
         reshard, self.reshard = self.reshard, None
         if reshard is None:
             return
-        # If the handover was complete, other ranks may already have switched, so
-        # offer the new state (`standing`).
+        # After a complete handover, other ranks may have switched, so offer
+        # the new state (`standing`).
         self._whole = reshard.whole
         if not broken:
             reshard.settle()

@@ -1,4 +1,4 @@
-"""Agreement on the next step at the end of the current step, so that ranks wait for a slow rank only once per step.
+"""Agreement on the next step during the current step, so that ranks wait for a slow rank only once per step.
 
 Ranks check the promised mini-batch before they commit the current step, and compare digests at the commit.
 """
@@ -19,9 +19,9 @@ class StepCall:
     """Checked inputs of this rank's next iteration.
 
     Attributes:
-        batch: mini-batch, or None if the call is rejected.
-        strategy: requested strategy, or None if the call requests none or is rejected.
-        mark: digest of the call or, if the call is rejected, of the error.
+        batch: mini-batch, or None if rejected.
+        strategy: requested strategy, if any.
+        mark: digest of the call or, if rejected, of the error.
     """
 
     batch: MiniBatch | None
@@ -45,7 +45,7 @@ class Inputs:
 
 @dataclass(eq=False)
 class AgreedStep:
-    """Promise of the step after the current step; `call` is set once the arguments are checked."""
+    """Promise of the step after the current one; `call` is set once arguments are checked."""
 
     inputs: Inputs
     call: StepCall | None = None

@@ -1,4 +1,4 @@
-"""Plan of one iteration, which is made ahead of time, on demand, or by a quick heuristic."""
+"""Plan of one iteration, made ahead of time, on demand, or by a quick heuristic."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class IterationPlan:
-    """Strategy and assignment of one iteration.
+    """Strategy and assignment.
 
     Attributes:
         seconds: expected time of the iteration, or 0 for the quick plan.
-        late: whether this is the quick plan, because the full plan was not ready in time.
+        late: whether this is the quick plan, used if the full plan is late.
     """
 
     candidate: int
@@ -36,8 +36,7 @@ class IterationPlanner:
     """Planner of iterations on one rank.
 
     Args:
-        static: index of the candidate to use if it can run the longest sequence, or None to choose for every
-            mini-batch.
+        static: index of the candidate to use if the longest sequence fits, or None to choose every time.
     """
 
     def __init__(self, request: PlanRequest, policy: Policy, static: int | None = None) -> None:
@@ -54,7 +53,7 @@ class IterationPlanner:
             self._service.submit(tuple(lengths))
 
     def plan(self, lengths: Sequence[int]) -> IterationPlan:
-        """Return a mini-batch's plan; the next call reuses the plan if its lengths are equal.
+        """Return a mini-batch's plan; the next call reuses it if lengths are equal.
 
         Raises:
             Unsupported: no candidate can run the longest sequence.
@@ -73,16 +72,15 @@ class IterationPlanner:
         return replace(self._latest[1], hidden_s=0.0)
 
     def _anew(self, key: tuple[int, ...], began: float) -> IterationPlan:
-        # If there is a static candidate, planning processes plan only for this candidate.
         if not self._static_takes(key):
             if self._service is not None:
                 # Discard a plan that was requested before `change`
                 self._service.take(key, 0.0)
             return self._planned(answer(self._request, key), began, None)
-        # Without processes, or if their queue is full, this process plans while the step waits.
+        # Without processes, or with a full queue, this process plans while the step waits.
         if self._service is None or not self._service.submit(key):
             return self._planned(answer(self._chosen, key), began, self.static)
-        # Wait for the plan, but not for processes that have only just started after a recovery.
+        # Wait for the plan, unless processes have just started after a recovery.
         starting = self._hurries and not self._service.answered
         planned = self._service.take(key, 0.0 if starting else self._policy.patience_s)
         return self._planned(planned, began, self.static) if planned is not None else self._quick(key, began)
@@ -98,7 +96,7 @@ class IterationPlanner:
             self._service.change(self._chosen)
 
     def take_over(self, before: IterationPlanner | None) -> None:
-        """Take over a previous planner's processes, not its mini-batches; use quick plans until a process answers."""
+        """Take over a planner's processes, not its mini-batches; plan quickly until a process answers."""
         self._hurries = True
         if before is None:
             return
@@ -119,7 +117,7 @@ class IterationPlanner:
         if planned.choice is None:
             raise planned.error or AssertionError("an answer without a choice has an error")
         choice = planned.choice
-        # The planning processes know only the static candidate, as number 0.
+        # Planning processes know only the static candidate, as number 0.
         self._last = choice.index if static is None else static
         assignment = Assignment(choice.assignment.micro_batches, choice.assignment.lengths)
         waited = time.perf_counter() - began
@@ -132,7 +130,6 @@ class IterationPlanner:
         longest = max(lengths, default=0)
         request = self._request.reaching(longest)
         reach = [request.reach(i) for i in range(len(request.candidates))]
-        # Prefer the candidate of the last plan unless it cannot run the longest sequence.
         chosen = self._last if reach[self._last] >= longest else reach.index(max(reach))
         assignment = assign_pipelines(request.candidates[chosen], lengths)
         _LOG.info(

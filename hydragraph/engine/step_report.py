@@ -14,19 +14,19 @@ class StepReport:
     """Metrics of one step; identical on every rank except `seconds`, `planning_s` and `preparing_s`.
 
     Attributes:
-        step: number of the step, counted from 1.
-        loss: sum of the global mini-batch's losses, divided by `divide_by`; by default the mean over target tokens.
+        step: step number, from 1.
+        loss: sum of the global mini-batch's losses / `divide_by`; by default the mean per target.
         tokens: number of target tokens.
-        grad_norm: norm of all gradients, before clipping; 0 for an evaluation.
-        strategy: the strategy's text.
-        chosen: the strategy as an object.
-        micro_batches: number of micro-batches in each pipeline.
+        grad_norm: gradient norm before clipping; 0 for an evaluation.
+        strategy: strategy's text.
+        chosen: strategy as an object.
+        micro_batches: each pipeline's number of micro-batches.
         seconds: wall time on this rank.
         padding: tokens added for sequence parallelism.
-        planning_s: seconds that this step waited for planning.
+        planning_s: seconds of waiting for planning.
         planning_hidden_s: seconds of planning that overlapped with training.
         preparing_s: seconds spent compiling new graphs and building programs.
-        expected_s: step time predicted by the profile, or 0 without a profile.
+        expected_s: predicted step time, or 0 without a profile.
         ranks: each rank's time and waits for communication.
     """
 

@@ -1,4 +1,4 @@
-"""Strategies of earlier sets of ranks; seats (initial ranks) identify devices, because recoveries renumber ranks."""
+"""Strategies of earlier sets of ranks; seats (initial ranks) identify devices across recoveries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class TrainingPeriod:
-    """Seats of ranks that trained together, and their strategies by seat, most recent first."""
+    """Seats that trained together, and their strategies by seat, most recent first."""
 
     seats: frozenset[int]
     strategies: tuple[Strategy, ...]
@@ -20,32 +20,26 @@ class TrainingPeriod:
 
 @dataclass(frozen=True)
 class StrategyHistory:
-    """Strategies that one process knows.
-
-    Attributes:
-        seats: the current ranks' seats, by default 0, 1, ...
-    """
-
     seats: tuple[int, ...] | None = None
     periods: tuple[TrainingPeriod, ...] = ()
 
     def ended(self, strategies: Sequence[Strategy], ranks: int) -> StrategyHistory:
-        """Return the history extended by the current ranks, which trained with `strategies` (most recent first)."""
+        """Return the history including the current ranks' `strategies` (most recent first)."""
         if not strategies:
             return self
         seats = tuple(range(ranks)) if self.seats is None else self.seats
         here = frozenset(seats)
         same = (strategy for period in self.periods if period.seats == here for strategy in period.strategies)
-        # Ranks become seats: rank r of a strategy ran in seat `seats[r]`. `dict.fromkeys` keeps
-        # the first of equal strategies.
+        # Ranks become seats: a strategy's rank r ran in seat `seats[r]`. `dict.fromkeys` keeps the
+        # first of equal strategies.
         ran = dict.fromkeys((*(s.renumbered(dict(enumerate(seats))) for s in strategies), *same))
         earlier = (period for period in self.periods if period.seats != here)
         return replace(self, periods=(TrainingPeriod(here, tuple(ran)[:KEPT]), *earlier)[:KEPT])
 
     def among(self, seats: Sequence[int]) -> tuple[Strategy, ...]:
-        """Return earlier strategies with ranks numbered by position in `seats`; other seats get higher numbers.
+        """Return strategies with ranks numbered by position in `seats`; other seats get higher numbers.
 
-        Strategies that ran on exactly these seats come first. The order is otherwise most recent first.
+        Strategies of exactly these seats come first, then the most recent.
         """
         # seats (2, 0, 3): number = {2: 0, 0: 1, 3: 2}; a strategy on seats 0 and 2
         #   becomes one on ranks 1 and 0

@@ -1,4 +1,4 @@
-"""Choice of each iteration's strategy and assignment by rank 0, for all ranks."""
+"""Choice of each iteration's strategy and assignment by rank 0."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class _Told:
 
 
 class StrategySelector:
-    """Selector of every iteration's strategy and assignment; rank 0 plans and broadcasts the plan.
+    """Selector of strategies and assignments, which rank 0 plans and broadcasts.
 
     Args:
-        before: previous selector, which is closed, and whose planning processes are reused.
+        before: previous selector, which is closed; its processes are reused.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StrategySelector:
             self._planner.announce(lengths)
 
     def choose(self, lengths: tuple[int, ...], strategy: Strategy | None) -> tuple[Strategy, Assignment, PlanningTimes]:
-        """Choose the assignment of a mini-batch, and its strategy unless one is given; all ranks call this.
+        """Choose a mini-batch's assignment and, unless given, its strategy; all ranks call this.
 
         Raises:
             ValueError: planning failed; raised on every rank.
@@ -104,10 +104,10 @@ class StrategySelector:
     def change(
         self, strategies: tuple[Strategy, ...], request: PlanRequest, static: int | None, ready_first: bool
     ) -> None:
-        """Choose from other strategies (on rank 0); `Executable.choose_from` documents the arguments.
+        """Choose from other strategies on rank 0, as in `Executable.choose_from`.
 
         Raises:
-            Unsupported: the strategies of the previous call have just become ready.
+            Unsupported: the previous call's strategies have just become ready.
         """
         if self._ready:
             raise Unsupported(
@@ -129,12 +129,12 @@ class StrategySelector:
 
     def _plan(self, lengths: tuple[int, ...]) -> IterationPlan | ValueError:
         # The new strategies became ready on all ranks in the previous step. Rank 0 plans with them
-        # now, and the others follow in the same step.
+        # now; the others follow in this step.
         if self._ready:
             self.strategies = self._coming
             self._replan()
             self._drop()
-        # Without `ready_first`, the change also takes effect in this step, before rank 0 plans.
+        # Without `ready_first`, the change also takes effect now, before rank 0 plans.
         change = self._change
         if change is not None and not change.ready_first:
             self._replan()
@@ -144,8 +144,8 @@ class StrategySelector:
                 plan = self._planner.plan(lengths)
             except ValueError as error:
                 plan = error
-        # Rank 0 repeats the pending strategies in every step, so that all ranks take
-        # the same branch of `_follow`.
+        # Rank 0 repeats pending strategies in every step, so that all ranks
+        # take the same branch of `_follow`.
         message = _Told(plan) if change is None else _Told(plan, change.strategies, change.ready_first)
         received = self._groups.tell(message)
         self._follow(received)
@@ -164,7 +164,7 @@ class StrategySelector:
         if not told.ready_first:
             self._drop()
             self.strategies = coming
-        # Prepare the strategies in the background, and train with the current ones meanwhile.
+        # Prepare the strategies in the background during training.
         elif coming != self._coming:
             self._drop()
             self._coming = coming
@@ -175,12 +175,12 @@ class StrategySelector:
     def _see(self) -> None:
         making, node = self._making, self._groups.world.node
         settled = making is None or making.settled
-        # every: (node, settled, offer) by rank; only the rank that
-        #   prepares for its node has an offer
+        # every: (node, settled, offer) by rank; only the rank that prepares
+        #   for its node has an offer
         every = self._groups.gather((node, settled, None if making is None else making.offer))
         if all(settled for _, settled, _ in every):
             here = [offer for its_node, _, offer in every if offer is not None and its_node == node]
-            # Every rank must have its graphs before any rank uses the strategies.
+            # No rank may use the strategies before all have their graphs.
             reasons = self._groups.gather("".join(map(self._readying.take, here)))
             self.refused = next(filter(None, reasons), "")
             self._ready = not self.refused

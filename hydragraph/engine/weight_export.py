@@ -1,4 +1,4 @@
-"""Export of weights and buffers under the model's names."""
+"""Export of weights and buffers by the model's names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.engine.session import Session
 
 
 def state_dict(compiled: CompiledModel, session: Session, keys: frozenset[str] | None = None) -> dict[str, Tensor]:
-    """Return the model's state dict, or some of its keys, as full CPU tensors on rank 0 ({} elsewhere)."""
+    """Return the model's state dict, or some keys, as full CPU tensors on rank 0 ({} elsewhere)."""
     sources = {key: source for key, source in compiled.tensors.items() if keys is None or key in keys}
     parameters = session.gather(session.home.weights, frozenset(sources.values()))
     state: dict[str, Tensor] = {}
@@ -30,7 +30,7 @@ def persistent_buffers(compiled: CompiledModel, session: Session) -> dict[str, T
 
 
 class PublishedWeights:
-    """Weights, bucket by bucket, with the names and shapes of `save_pretrained`.
+    """Weights by bucket, with the names and shapes of `save_pretrained`.
 
     Raises:
         Unsupported: a peft model has several adapters.
@@ -42,14 +42,14 @@ class PublishedWeights:
         self._dtype = dtype
         keys = None if self._shell is None else published_keys(self._shell)
         self._exact = frozenset[str]() if self._shell is None or dtype == torch.float32 else self._shell.fp32_keys
-        # a tied weight is published once, under the first of its keys
+        # a tied weight is published once, under its first key
         self._first: dict[str, str] = {}
         for key, source in compiled.tensors.items():
             if keys is None or key in keys:
                 self._first.setdefault(source, key)
 
     def buckets(self, to: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors bucket by bucket on the ranks `to` ({} elsewhere); all ranks must exhaust the iterator."""
+        """Yield tensors by bucket on the ranks `to` ({} elsewhere); all ranks must exhaust the iterator."""
         return self._session.gather_by_bucket(self._session.home.weights, frozenset(self._first), to, self._dtype_of)
 
     @property

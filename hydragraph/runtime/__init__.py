@@ -1,1 +1,1 @@
-"""Execution on one rank: prepared programs, the executor, streams and buffers, home state, links, and measurements."""
+"""Execution on one rank: programs, streams and buffers, home state, links, and measurements."""

@@ -1,7 +1,6 @@
-"""Buffers for an iteration's weights, gradients and messages, reused by the next iteration.
+"""Buffers for weights, gradients and messages, which the next iteration reuses.
 
-On CUDA, the device may still read a returned buffer. Each returned buffer has a mark in the device's queue, and is free
-once the device has passed the mark.
+On CUDA, the device may still read a returned buffer, so a mark in the device's queue shows when the buffer is free.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from hydragraph.runtime.streams import DeviceStreams, Mark
 
 _LOG = logging.getLogger(__name__)
 
-# Maximum number of idle buffers of one size; beyond it, `take` waits until the device has read one
+# Maximum idle buffers of one size; beyond it, `take` waits until the device has read one
 AHEAD = 2
 
-# Idle buffers by number of elements and dtype
+# Idle buffers by size and dtype
 Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]
 
 
@@ -34,7 +33,7 @@ class Buffers:
         self._taken: dict[int, Tensor] = {}
 
     def begin(self) -> None:
-        """Start an iteration, and drop buffers that the last iteration did not use."""
+        """Start an iteration; drop buffers that the last iteration did not use."""
         _log_dropped(self._earlier)
         self._earlier = self._returned
         self._returned = defaultdict(list)
@@ -61,15 +60,15 @@ class Buffers:
         return buffer
 
     def give(self, tensor: Tensor) -> None:
-        """Take back a buffer that the current stream no longer reads; ignore tensors that are not from this pool."""
-        # Search by address, because the returned tensor may be another view of the buffer.
+        """Take back a buffer that the current stream no longer reads; ignore other tensors."""
+        # Search by address: the returned tensor may be another view.
         buffer = self._taken.pop(tensor.data_ptr(), None)
         if buffer is not None:
             self._returned[len(buffer), buffer.dtype].append((buffer, self._streams.mark()))
 
     def _free(self, idle: Idle, key: tuple[int, torch.dtype]) -> tuple[Tensor, Mark] | None:
-        # Prefer the buffer that was returned last among those that the device no longer reads.
-        # Otherwise, wait for the oldest only if many are idle: a new buffer needs no wait.
+        # Prefer the last returned buffer that is no longer read. Wait for the oldest only if many are
+        # idle: a new buffer needs no wait.
         candidates = idle.get(key, [])
         at = next((i for i in reversed(range(len(candidates))) if self._streams.passed(candidates[i][1])), None)
         if at is None:

@@ -45,8 +45,8 @@ def _folders(controller: str) -> frozenset[Path]:
 def _folders_of(groups: str, root: Path, controller: str) -> frozenset[Path]:
     folders: set[Path] = set()
     for line in groups.splitlines():
-        # A line is number:controllers:path. v1 has a tree per controller. v2 names no controllers,
-        # and its tree is the root or, next to v1, `unified`. The limits of all parents apply.
+        # A line is number:controllers:path. v1 has a tree per controller; v2 names none, and its tree
+        # is the root or, next to v1, `unified`. All parents' limits apply.
         _, controllers, path = line.split(":", 2)
         if controller not in controllers.split(",") and controllers:
             continue

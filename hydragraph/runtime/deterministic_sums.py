@@ -1,9 +1,9 @@
 """Constraints of deterministic runs, whose results depend, bit by bit, only on the model and the data.
 
-Each sequence is computed separately, and sums of gradients and losses are exact in any order (`kernels.exact_sums`).
-All stages must have the same tensor-parallel degree, because a product split over ranks is summed in a
-different order from a whole product. All devices must be of the same kind, and a CPU uses one thread, because the order
-of library sums depends on processor and threads.
+Each sequence is computed separately, and sums of gradients and losses are exact in any order (`kernels.exact_sums`). A
+product that is split over ranks is summed in another order, so all stages must have the same tensor-parallel degree.
+The order of library sums depends on processor and threads, so all devices must be of the same kind, and a CPU uses one
+thread.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _WHERE = "deterministic"
 
 @dataclass
 class Deterministic:
-    """Constraints on one process and its strategies.
+    """Constraints on strategies.
 
     Attributes:
-        device: kind of device, equal on all ranks.
-        degree: tensor-parallel degree of all stages, or None before the first strategy.
+        device: device kind of all ranks.
+        degree: tensor-parallel degree of all stages; None before the first strategy.
         sequence_parallel: whether all stages use sequence parallelism.
     """
 
@@ -43,11 +43,7 @@ class Deterministic:
 
     @staticmethod
     def begin(device: torch.device, backend: str) -> Deterministic:
-        """Make this process deterministic.
-
-        Raises:
-            Unsupported: graphs are compiled by Inductor.
-        """
+        """Make this process deterministic; raise `Unsupported` if Inductor compiles graphs."""
         if backend == "inductor":
             raise Unsupported(
                 "Inductor compiles a graph for the sizes of its first call, which differ between processes",
@@ -66,11 +62,11 @@ class Deterministic:
         return f"{self.device}, tensor-parallel degree {self.degree}"
 
     def check(self, strategies: Sequence[Strategy]) -> None:
-        """Check that all stages of these and earlier strategies split products in the same way.
+        """Check that all stages of these and earlier strategies split products alike.
 
         Raises:
-            Unsupported: stages are split differently, a stage streams or has sums in pieces, or the devices of a stage
-                with more than two devices are not in ascending order.
+            Unsupported: stages are split differently, a stage streams or has sums in pieces, or a stage's devices, if
+                more than two, are not in ascending order.
         """
         for strategy in strategies:
             for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
@@ -110,8 +106,8 @@ class Deterministic:
         return profile if self.degree is None else profile.of_cut(self.degree, self.sequence_parallel)
 
     def check_count(self, sequences: int) -> None:
-        """Raise `Unsupported` unless sums over this many sequences are exact."""
-        # Each rank of a stage may add one part per sequence, or two parts for tied weights.
+        """Raise `Unsupported` unless sums over these sequences are exact."""
+        # Each rank of a stage may add one part per sequence, or two for tied weights.
         most = MOST // (2 * (self.degree or 1))
         if sequences > most:
             raise Unsupported(
@@ -122,7 +118,7 @@ class Deterministic:
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise `Unsupported` unless an optimizer rounds all elements of a shard alike."""
-        # PyTorch's fused CPU kernels compute the elements after the last full vector register differently.
+        # PyTorch's fused CPU kernels compute elements after the last full vector register differently.
         if any(group.get("fused") for group in optimizer.param_groups):
             raise Unsupported(
                 "with fused=True, the last elements of each shard are rounded differently from the others",

@@ -1,7 +1,7 @@
-"""Reports of every rank's device, and the grouping of devices into types.
+"""Reports of every rank's device, and their grouping into types.
 
-From fastest to slowest, each rank joins a type if its speed is at least `ALIKE` times the type's median, or else begins
-a new type.
+From fastest to slowest, a rank joins a type if its speed is at least `ALIKE` times the type's median, or else begins a
+new type.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hydragraph.runtime.speed_probe import MOST_S, SIZES, SpeedProbe
 from hydragraph.runtime.streams import synchronise
 from hydragraph.version import __version__
 
-# Within a device type, minimum ratio of a rank's speed to the median speed, and minimum ratio of two memory sizes.
+# Minimum ratio of a rank's speed to its type's median, and of memory sizes within a type
 ALIKE = 0.8
-# Maximum number of probes per device if devices with the same name differ in speed; the fastest probe counts.
+# Maximum probes per device if equally named devices differ in speed; the fastest counts
 PROBES = 6
 COPIED = 1 << 25
 # Rows and columns of the 16-bit products
 LARGE = 4096
-# Packages that must have the same version on all hosts.
+# Packages whose versions must be equal on all hosts
 PACKAGES = ("torch", "transformers")
 
 
@@ -42,14 +42,13 @@ class DeviceReport:
     """Report of one rank's device.
 
     Attributes:
-        node: name of the node, whose ranks share memory and network cards.
-        memory_bytes: bytes that the rank may use; ranks on the same device or host split the memory.
+        node: node whose ranks share memory and network cards.
+        memory_bytes: the rank's share of its device's or host's memory.
         products_per_s: small matrix products per second.
         flops_per_s: speed of these products, in fp32.
         half_flops_per_s: speed of large 16-bit matrix products on a GPU; 0 on a CPU.
         threads: compute threads on a CPU; 0 on a GPU.
-        details: compute capability, PCI address and peers (by NVLink or PCIe) of a GPU, or cores of a CPU; NUMA nodes;
-            network interfaces.
+        details: a GPU's compute capability, PCI address and peers, or a CPU's cores; NUMA nodes; network interfaces.
     """
 
     node: str
@@ -66,10 +65,10 @@ class DeviceReport:
 
 
 def report_devices(groups: Groups, probe: Callable[[], float] | None = None) -> tuple[DeviceReport, ...]:
-    """Measure the devices of all ranks simultaneously, and return the reports on all ranks.
+    """Measure all ranks' devices simultaneously; return the reports on all ranks.
 
     Args:
-        probe: function that returns products per second.
+        probe: returns products per second.
 
     Raises:
         ValueError: hosts have different package versions.
@@ -95,7 +94,7 @@ def report_devices(groups: Groups, probe: Callable[[], float] | None = None) -> 
     reports = tuple(groups.gather(own))
     check_versions(reports)
     for _ in range(PROBES - 1):
-        # All ranks have the same reports, so they leave the loop together.
+        # All ranks have the same reports, and leave the loop together.
         if not _differ_in_speed(reports):
             break
         per_s = max(own.products_per_s, measured())
@@ -147,7 +146,7 @@ def _new_name(own: DeviceReport, types: Mapping[str, Sequence[DeviceReport]]) ->
     if fastest is None:
         return own.name
     name = f"{own.name}-{round(100 * own.products_per_s / fastest.products_per_s)}"
-    # These devices are equally fast, but differ in memory
+    # Equally fast devices that differ in memory
     if name in types:
         name = f"{name}-{own.memory_bytes / 1e9:.0f}gb"
     return name
@@ -168,7 +167,7 @@ def product_flops_per_s(device: torch.device, dtype: torch.dtype, size: int) -> 
     """Return the speed of products of two [size, size] matrices, in FLOP/s."""
     factor = torch.ones(size, size, dtype=dtype, device=device)
     out = torch.empty_like(factor)
-    # The first products warm up; the last products are measured.
+    # The first run warms up; the last is measured.
     for _ in range(2):
         count = 0
         began = ended = time.perf_counter()

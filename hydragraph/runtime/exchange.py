@@ -1,8 +1,7 @@
 """Execution of links (transfers of a bucket to another layout), each as one collective of all ranks.
 
-A push to a home with two copies has two links. On the first link, each first owner sums all ranks' gradients. On the
-second link, first owners send sums to second owners. Gradients are summed in rank order, so repeated steps are bitwise
-equal.
+A push to a home with two copies has two links: on the first, first owners sum all ranks' gradients; on the second, they
+send the sums to second owners. Gradients are summed in rank order, so repeated steps are bitwise equal.
 
     source buffer --gather--> outgoing --all-to-all--> incoming --scatter--> target buffer
     [source]                  [sum(sent)]              [sum(received)]       [target]
@@ -32,15 +31,15 @@ Piece = tuple[int, int]
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's part of a link; source and target may be parts of buffers.
+    """One rank's part of a link.
 
     Attributes:
-        sends: pieces of the local source buffer, ordered by peer, including this rank.
-        receives: pieces of the local target buffer, in the same order.
+        sends: pieces of the local source, ordered by peer, including this rank.
+        receives: pieces of the local target, in the same order.
         sent: elements per receiving peer.
         received: elements per sending peer.
-        native: "all_gather" or "reduce_scatter" if such a collective needs no intermediate buffers.
-        stays: whether all data stays on its rank, without messages.
+        native: "all_gather" or "reduce_scatter" if one needs no intermediate buffers.
+        stays: whether all data stays on its rank.
     """
 
     sends: tuple[Piece, ...]
@@ -57,7 +56,7 @@ class Exchange:
 
     @cached_property
     def gather(self) -> SliceTable:
-        # Pieces are adjacent in the message: each begins where the earlier ones end.
+        # Each piece begins where the earlier ones end.
         at, length = _columns(self.sends)
         return SliceTable.make(at, length.cumsum(0) - length, length, device=self.device)
 
@@ -68,7 +67,7 @@ class Exchange:
 
     @cached_property
     def whole(self) -> int:
-        """If every sending peer sends all elements of the target in order, the number of these peers; otherwise 0."""
+        """The number of sending peers if each sends the whole target in order; otherwise 0."""
         peers = sum(map(bool, self.received))
         if any(length not in (0, self.target) for length in self.received):
             return 0
@@ -82,7 +81,6 @@ class Exchange:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the source and target buffers are equal, so that no data moves."""
         whole = ((0, self.source),)
         return (
             self.native is None and self.source == self.target and self.sends == self.receives == whole and self.stays
@@ -90,7 +88,7 @@ class Exchange:
 
     @property
     def in_order(self) -> bool:
-        """Whether data arrives in the order of the target buffer and can be received in place."""
+        """Whether data arrives in the target's order and can be received in place."""
         return _is_whole(self.receives, self.target)
 
 
@@ -115,7 +113,7 @@ def push_exchange(
 
 
 def hand_exchange(owners: Layout, rank: int, ranks: int, device: torch.device | None = None) -> Exchange | None:
-    """Return one rank's exchange from first to second owners within one buffer; None without second owners."""
+    """Return the exchange from first to second owners within one buffer; None without second owners."""
     if not len(owners.second.rank):
         return None
     slices = hand_on(owners, rank)
@@ -163,7 +161,7 @@ def _per_peer(peer: np.ndarray, length: np.ndarray, ranks: int) -> tuple[int, ..
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Execution of an exchange. Each method starts to move data, and returns a function that waits for the end."""
+    """Execution of an exchange; methods start it, and return a function that waits for its end."""
 
     exchange: Exchange
     groups: Groups
@@ -177,21 +175,21 @@ class Transfer:
         dtype: torch.dtype = torch.float32,
         adds: bool = False,
     ) -> Finish:
-        """Move gradients; at the end, their rank-ordered sum is in `home`.
+        """Move gradients and store their rank-ordered sum in `home`.
 
         Args:
             gradients: this rank's 1-D contribution, possibly empty; it returns to `buffers` once sent.
-            home: this rank's 1-D gradient shard, of the same dtype as `gradients`.
+            home: this rank's 1-D gradient shard, of equal dtype.
             handing: exchange that sends the sums to second owners.
-            dtype: dtype to which gradients are rounded before sending.
-            adds: whether to add to `home` instead of overwriting it.
+            dtype: dtype in which gradients are sent.
+            adds: add to `home` instead of overwriting it.
         """
         target = _part(home, self.exchange.target_at, self.exchange.target)
         push = self._added if adds and gradients is not home else self._summed
         return self._handed_on(push(gradients, target, dtype), handing, home)
 
     def exact_push(self, parts: Sequence[Tensor], home: Tensor, handing: Exchange | None = None) -> Finish:
-        """Move exact sums (`kernels.exact_sums`); at the end, their rounded totals are in `home`.
+        """Move exact sums (`kernels.exact_sums`) and store their rounded totals in `home`.
 
         Args:
             parts: this rank's 1-D fp64 sums, each possibly empty; they return to `buffers` once sent.
@@ -222,7 +220,7 @@ class Transfer:
     def pull(self, home: Tensor, dtype: torch.dtype) -> Finish:
         """Move values into a 1-D tensor of `dtype` from `buffers`.
 
-        If the exchange is an identity without a cast, the result is the home shard itself.
+        If no element moves or changes, return `home` itself.
         """
         exchange, buffers = self.exchange, self.buffers
         if exchange.is_identity and home.dtype == dtype:
@@ -233,7 +231,7 @@ class Transfer:
             message = self.groups.all_gather(Channel.PULL, target, outgoing)
             return self._finish(message, lambda: target, outgoing)
         outgoing = self._gathered(home, dtype)
-        # The gathered data is the target, because all of it stays on this rank, in order.
+        # All gathered data stays on this rank, in order, so it is the target.
         if exchange.stays and exchange.in_order:
             return Finish(lambda: outgoing)
         incoming = buffers.take(sum(exchange.received), dtype)
@@ -250,7 +248,7 @@ class Transfer:
         return self._finish(message, scatter, outgoing)
 
     def _added(self, gradients: Tensor, home: Tensor, dtype: torch.dtype) -> Finish:
-        # A streamed bucket has several pushes. The first overwrites the home, the others add to it.
+        # A streamed bucket's first push overwrites the home, later pushes add to it.
         stays = self.exchange.is_identity
         sums = gradients if stays else self.buffers.take(len(home))
         push = Finish(lambda: gradients) if stays else self._summed(gradients, sums, dtype)
@@ -279,7 +277,7 @@ class Transfer:
         if exchange.native and dtype == home.dtype and groups.world.backend == "nccl":
             message = groups.reduce_scatter(Channel.PUSH, home, gradients)
             return self._finish(message, lambda: home, gradients)
-        # To lower peak memory, give the copied buffer back before taking `incoming`.
+        # To lower peak memory, give `gradients` back before taking `incoming`.
         outgoing = self._gathered(gradients, dtype)
         if outgoing is not gradients:
             buffers.give(gradients)
@@ -290,8 +288,8 @@ class Transfer:
         message = self._send(Channel.PUSH, incoming, outgoing)
 
         def add() -> Tensor:
-            # If every peer sends all elements, `incoming` is [peers, elements]. Otherwise,
-            # slices are added one after the other. Both sum in rank order.
+            # If every peer sends all elements, `incoming` is [peers, elements]; otherwise,
+            # slices are added one by one. Both sum in rank order.
             if exchange.whole > 1:
                 _sum(incoming.view(exchange.whole, -1), home)
             else:
@@ -307,7 +305,7 @@ class Transfer:
         target = _part(home, exchange.target_at, exchange.target)
         outgoing = self._gathered(_part(home, exchange.source_at, exchange.source), home.dtype)
         incoming = target if exchange.in_order else self.buffers.take(sum(exchange.received), home.dtype)
-        # Ranks interleave sums and pushes differently, so sums need a separate channel.
+        # Ranks interleave sums and pushes differently, so sums need their own channel.
         message = self._send(Channel.COMMIT, incoming, outgoing)
 
         def put() -> Tensor:
@@ -346,7 +344,7 @@ def _part(buffer: Tensor, at: int, size: int) -> Tensor:
 
 
 def _sum(rows: Tensor, into: Tensor) -> None:
-    # Begin with the sum of two rows, or with a cast of the first, to save a pass over memory.
+    # Begin with two rows' sum, or the first one's cast, to save a pass over memory.
     if rows.dtype == into.dtype:
         torch.add(rows[0], rows[1], out=into)
         rows = rows[2:]

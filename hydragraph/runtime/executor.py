@@ -45,13 +45,13 @@ from hydragraph.runtime.streams import DeviceStreams, Mark, streams_of
 from hydragraph.runtime.thread_times import ThreadTimes, unknown
 
 _ROW = 1024
-# Stream that produces each kind of value; values of other kinds arrive as messages.
+# Stream that produces each kind of value; other kinds arrive as messages
 _MADE_BY = {
     ValueKind.WEIGHTS: Stream.PULL,
     ValueKind.COPYING: Stream.OFFLOAD,
     ValueKind.FETCHED: Stream.OFFLOAD,
 }
-# How many numbers `says` returns, which each rank sends at the commit
+# Number of integers that `says` returns
 SAYS = 5
 
 
@@ -60,7 +60,7 @@ class IterationOutcome:
     """Result of an iteration, equal on every rank.
 
     Attributes:
-        grad_norm: norm of all gradients; 0 for an evaluation.
+        grad_norm: gradient norm; 0 for an evaluation.
         scores: each sequence's log-probability and, if requested, entropy, as fp64 [sequences, 1 or 2] on the CPU;
             empty without scoring.
     """
@@ -83,7 +83,7 @@ class ConcurrentWork(Protocol):
         """Continue the work between instructions, without waiting."""
 
     def end(self) -> None:
-        """Finish the work on all ranks, after all pushes and before the ranks agree to update."""
+        """Finish after all pushes and before ranks agree to update."""
 
 
 @dataclass
@@ -98,13 +98,13 @@ class _Iteration:
     values: dict[Value, Any] = field(default_factory=dict)
     # Includes outgoing messages
     arriving: dict[Value, Pending | CopiedTensors] = field(default_factory=dict)
-    # Pulls to which this rank only sends data
+    # Pulls for which this rank only sends
     serving: dict[Value, Pending] = field(default_factory=dict)
     pushing: dict[Value, Pending] = field(default_factory=dict)
     pushed: bool = False
-    # Shards by weights or gradients, and by parameter.
+    # Shards of weights or gradients, by parameter
     views: dict[Value, dict[str, Tensor]] = field(default_factory=dict)
-    # For each set of saved values, the storages that are not offloaded.
+    # Storages that are not offloaded, by set of saved values
     staying: dict[Value, set[int]] = field(default_factory=dict)
     received: set[Value] = field(default_factory=set)
     # Marks after the device's reads of received values
@@ -118,11 +118,11 @@ class Executor:
     """Executor of prepared programs on one rank.
 
     Args:
-        rounded: 16-bit weights to pull, if the optimizer maintains them.
-        deterministic: whether sums over micro-batches and ranks are exact (`kernels.exact_sums`).
+        rounded: 16-bit weights that the optimizer maintains for pulls.
+        deterministic: whether sums are exact (`kernels.exact_sums`).
 
     Attributes:
-        probe: function called before the commit to get `RankTimes.probe`.
+        probe: called before the commit for `RankTimes.probe`.
     """
 
     def __init__(
@@ -174,11 +174,11 @@ class Executor:
         """Run one iteration.
 
         Args:
-            batches: packed micro-batches of this rank's pipelines, by micro-batch number (`ir.rank_program.Role`).
-            update: function called with a finite gradient norm.
-            says: function that returns `SAYS` integers below 2**53, which this rank sends to all ranks at the commit.
-                The function is called while gradients are in flight.
-            scored: positions of the sequences in the mini-batch if sequences are scored, else None.
+            batches: this rank's packed micro-batches, by number (`ir.rank_program.Role`).
+            update: called with a finite gradient norm.
+            says: called while gradients are in flight; returns `SAYS` integers below 2**53 that the commit sends to all
+                ranks.
+            scored: positions of scored sequences, or None.
         """
         timing.kinds = len(self._program.kinds)
         self._buffers.begin()
@@ -241,7 +241,7 @@ class Executor:
         return self._groups.waited_s
 
     def _after_last_step(self) -> None:
-        # No message may overtake the last step's update, which runs on the compute stream.
+        # No message may overtake the last step's update, on the compute stream.
         start = self.streams.mark()
         for stream in (Stream.PULL, Stream.PUSH, Stream.P2P):
             with self.streams.on(stream):
@@ -263,7 +263,7 @@ class Executor:
         pending = under_way.get(value)
         if pending is None:
             return
-        # A push is complete only when its sums have been sent to second owners.
+        # A push ends only after its sums were sent to second owners.
         if pending.follows:
             self._begin_handing(it, value, pending)
         # The compute stream must not wait for this
@@ -327,7 +327,7 @@ class Executor:
         if len(instruction.writes) > 1:
             it.values[instruction.writes[1]] = let_go(kept, self._streamed(it, instruction))
             if instruction.writes[1] in it.prepared.offloaded:
-                # Weights and inputs stay on the device in any case.
+                # These stay on the device in any case.
                 others = tree_leaves([value for name, value in operands.items() if name != "hidden"])
                 it.staying[instruction.writes[1]] = {storage_address(x) for x in others if isinstance(x, Tensor)}
 
@@ -367,7 +367,7 @@ class Executor:
         for name in part.added:
             arguments += self._total(it, instruction, block.names[name])
         results = part.backward(*arguments)
-        # Summing gradients needs most memory, so first drop all references to saved values.
+        # Summing gradients needs most memory, so drop saved values first.
         it.values[instruction.reads[0]] = None
         del kept
         operands.clear()
@@ -384,7 +384,7 @@ class Executor:
                 total.add_(gradient) if beta else total.copy_(gradient)
         passed = instruction.writes[0]
         if passed.kind is ValueKind.ACTIVATION_GRADIENT and passed not in it.values:
-            # Zeros, because the loss depends on earlier blocks only through a tied weight.
+            # Zeros: the loss depends on earlier blocks only through a tied weight.
             tokens = it.batches[passed.micro_batch]["input_ids"].shape[1]
             split = 1 if block.enters or not it.prepared.part.sequence_parallel else it.prepared.part.tp
             shape = (1, tokens // split, self._hidden)
@@ -393,7 +393,7 @@ class Executor:
             self._settle(it)
 
     def _settle(self, it: _Iteration) -> None:
-        # Move this micro-batch's gradients to exact sums. The next backward takes new buffers.
+        # Move these gradients to exact sums; the next backward takes new buffers.
         for value in [value for value in it.values if value.kind is ValueKind.GRADIENTS]:
             written = it.values.pop(value)
             it.views.pop(value, None)
@@ -435,7 +435,7 @@ class Executor:
             it.arriving[back] = CopiedTensors(self.streams, self.streams.mark(), kept)
 
     def _total(self, it: _Iteration, backward: Instruction, name: str) -> tuple[Tensor, float]:
-        """Return a parameter's gradient buffer, and the factor for the buffer's content: 0.0 at first, then 1.0."""
+        """Return a parameter's gradient buffer, and the factor of its content: first 0.0, then 1.0."""
         bucket = self._home.pieces[name].bucket
         summed = (value for value in backward.writes if value.kind is ValueKind.GRADIENTS)
         value = next(value for value in summed if value.bucket == bucket)
@@ -467,7 +467,7 @@ class Executor:
             self._groups.wait(message)
             return tensor
 
-        # The message stream must not wait, because the peer may need the next message first.
+        # The message stream must not wait: the peer may need the next message first.
         return Pending(self.streams, Stream.COMPUTE, Finish(finish, message), at_once=False)
 
     def _receive(self, it: _Iteration, instruction: Instruction) -> None:
@@ -498,7 +498,7 @@ class Executor:
             total = home.new_empty(0)
         else:
             it.values[value] = total
-            # The buffer is uninitialized where no backward has written.
+            # The buffer is uninitialized where no backward wrote.
             for parameter, shard in self._shards(it, value).items():
                 if parameter not in it.added:
                     shard.zero_()
@@ -537,8 +537,8 @@ class Executor:
 
     def _hand_on(self, it: _Iteration, wait: bool = False) -> None:
         for value, pending in list(it.pushing.items()):
-            # All ranks start second exchanges in the order of the pushes, so one that has not
-            # arrived delays the later ones.
+            # Second exchanges start in the order of pushes on all ranks, so a late one
+            # delays later ones.
             if pending.follows:
                 if not (wait or pending.arrived):
                     break
@@ -588,19 +588,19 @@ class Executor:
         mine = it.timing.times
         row = [*said, mine.seconds, *astuple(mine.exposed), mine.ran, mine.queued, mine.probe, *mine.own]
         results = {value.micro_batch: loss for value, loss in it.values.items() if value.kind is ValueKind.LOSS}
-        # All ranks of a stage have the same losses, so only the first counts them.
+        # A stage's ranks have equal losses; only the first counts them.
         results = results if it.prepared.part.index == 0 else {}
         scores = self._scores(it, results)
         losses = list(results.values()) if it.scored is None else [-scores[:, 0].sum()]
         add = self._exact_totals if self._exact else self._plain_totals
         parts, scale = add(it, losses)
         at = parts.numel()
-        # Other ranks' rows are 0 here, so the sum over ranks gathers all rows.
+        # Other ranks' rows are 0, so the sum over ranks gathers all rows.
         rows = torch.zeros(world.ranks, len(row), dtype=torch.float64, device=self._device)
         rows[world.rank] = torch.tensor(row, dtype=torch.float64)
         totals = torch.cat([parts.flatten(), rows.flatten(), scores.flatten()])
-        # Some ranks may update as soon as the commit ends. From then on, all other ranks must be able to update even if
-        # a rank is lost.
+        # Some ranks may update as soon as the commit ends. From then on, all others must be able to, even if a rank
+        # is lost.
         if self.beside is not None:
             self.beside.end()
         self._log.gathered()
@@ -674,7 +674,7 @@ _RUN: dict[Op, Callable[[Executor, _Iteration, Instruction], None]] = {
 
 
 def laid_out(value: Tensor) -> Tensor:
-    """Return a value with the strides of a received tensor, because kernels' order of sums depends on strides."""
+    """Return a value with a received tensor's strides, which affect the order of kernels' sums."""
     if value.is_contiguous() and not value.storage_offset():
         return value
     return value.clone(memory_format=torch.contiguous_format)
@@ -689,5 +689,4 @@ def square_sum(values: Tensor) -> Tensor:
 
 
 def message_tag(value: Value) -> int:
-    """Return the message tag of an activation or its gradient, for sender and receiver."""
     return 2 * value.micro_batch + (value.kind is ValueKind.ACTIVATION_GRADIENT)

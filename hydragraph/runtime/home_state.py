@@ -1,6 +1,6 @@
-"""One rank's shards of the fp32 master weights and gradients, gradient clipping, and optimizer creation.
+"""One rank's shards of fp32 master weights and gradients, gradient clipping, and optimizer creation.
 
-Shards do not depend on the strategy, so a change of strategy does not move them (Hydraulis, section 5.2).
+Shards do not depend on the strategy, so a new strategy does not move them (Hydraulis, section 5.2).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from hydragraph.runtime.supported_optimizers import OptimizerFactory, call_facto
 
 @dataclass(frozen=True)
 class OwnedPart:
-    """Part of one parameter that a rank owns, contiguous in the rank's shard of the bucket.
+    """Part of one parameter that a rank owns, contiguous in its shard of the bucket.
 
     Attributes:
-        intervals: intervals [lo, hi) in canonical order (cut dimension first), ascending, disjoint and non-empty.
-        counted: for each interval, whether this rank, as first owner, counts it in norms and writes it to files.
+        intervals: ascending, disjoint, non-empty [lo, hi) in canonical order (cut dimension first).
+        counted: for each interval, whether this rank is the first owner, which counts it in norms and writes it to
+            files.
         at: offset in the bucket's shard.
     """
 
@@ -45,7 +46,6 @@ class OwnedPart:
         return shards[self.bucket][self.at : self.at + self.size]
 
     def cut(self, flat: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        """Yield each interval with its elements, from a 1-D tensor of this part."""
         at = 0
         for lo, hi in self.intervals:
             yield (lo, hi), flat[at : at + hi - lo]
@@ -64,9 +64,9 @@ class HomeState:
     Attributes:
         weights: 1-D fp32 tensor of this rank's shard, by bucket name.
         gradients: as `weights`, for trained buckets only.
-        counted: views of gradients that this rank, as first owner, counts in norms.
-        pieces: part that this rank owns of each parameter, possibly empty, in model order.
-        parameters: 1-D fp32 view into `weights` of each parameter; it has a `.grad` only during updates.
+        counted: views of gradients that this rank counts in norms as first owner.
+        pieces: owned part of each parameter, possibly empty, in model order.
+        parameters: 1-D fp32 views into `weights`; they have a `.grad` only during updates.
     """
 
     rank: int
@@ -85,10 +85,10 @@ class HomeState:
         device: torch.device | None = None,
         old: HomeState | None = None,
     ) -> HomeState:
-        """Return one rank's uninitialized state for the buckets' home layouts.
+        """Return one rank's uninitialized state.
 
         Args:
-            old: state whose tensors are reused for buckets that keep the same layout object.
+            old: state whose tensors are reused for buckets with the same layout object.
         """
         shared = {name for name, layout in layouts.items() if old is not None and old.layouts.get(name) is layout}
         sizes = {name: layout.local_size(rank) for name, layout in layouts.items() if name not in shared}
@@ -127,7 +127,7 @@ class HomeState:
                 )
 
     def clip_gradients(self, norm: float, limit: float) -> None:
-        """Scale gradients down to the norm `limit`, like `torch.nn.utils.clip_grad_norm_`; `norm` is over all ranks."""
+        """Scale gradients down to norm `limit`; `norm` is over all ranks."""
         factor = limit / (norm + _CLIP_EPS)
         if factor < 1:
             for gradient in self.gradients.values():
@@ -214,7 +214,7 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
     """Create an optimizer with the user's factory, and check it.
 
     Raises:
-        Unsupported: all parameters are frozen, or the optimizer needs whole tensors or has tensors not given to it.
+        Unsupported: no parameter is trained, or the optimizer needs whole tensors or has tensors that it was not given.
     """
     named = state.named()
     if not state.gradients:
@@ -223,7 +223,7 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
             where="optimizer",
             remedy="set requires_grad on the parameters to train before compiling, or pass optimizer=None to evaluate",
         )
-    # This call comes first, because the user's function may store the last optimizer that it made.
+    # First, because the user's function may store its last optimizer.
     whole = _whole_options(factory, state)
     try:
         optimizer = call_factory(factory, named)
@@ -255,10 +255,10 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def settings_of(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str] | None = None) -> str:
-    """Return an optimizer's class and hyperparameters as text that is equal on all ranks.
+    """Return an optimizer's class and hyperparameters as rank-independent text.
 
     Args:
-        names: name of each parameter by its id; if given, the text includes the parameters of each group.
+        names: parameters' names by id; if given, the text includes each group's parameters.
     """
     if optimizer is None:
         return "none"
@@ -269,7 +269,6 @@ def settings_of(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str
 
 
 def left_out(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]) -> list[str]:
-    """Return the names of the parameters that an optimizer does not have."""
     had = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
     return [name for identity, name in names.items() if identity not in had]
 
@@ -289,7 +288,7 @@ _BY_SHAPE = (
 
 
 def _whole_options(factory: OptimizerFactory, state: HomeState) -> dict[str, dict[str, Any]] | Exception:
-    # Expanded tensors have the model's shapes, but only one element of memory.
+    # Expanded tensors have the model's shapes, but one element of memory.
     shapes = ((name, p, state.pieces[name].parameter.shape) for name, p in state.named())
     named = [(name, nn.Parameter(p.new_zeros(()).expand(shape))) for name, p, shape in shapes]
     try:

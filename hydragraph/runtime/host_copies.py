@@ -1,6 +1,6 @@
-"""Copies of saved tensors in host memory; each storage is copied once.
+"""Copies of saved tensors in host memory, one per storage.
 
-A fetched tensor has the original's sizes, strides and bytes, so offloading does not change results.
+Fetched tensors keep sizes, strides and bytes, so offloading does not change results.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ class HostCopy:
     storages: Mapping[Key, Tensor]
 
     def fetch(self, onto: Mapping[Key, Tensor]) -> list[Any]:
-        """Copy the storages to `onto` on the current stream; return the saved values as views of `onto`."""
+        """Copy the storages to `onto` on the current stream; return saved values that view `onto`."""
         for key, there in self.storages.items():
             onto[key].copy_(there, non_blocking=True)
         return restored(self.saved, onto)
 
     def room(self, device: torch.device) -> dict[Key, Tensor]:
-        """Allocate device memory for the storages on the current stream."""
         return {key: torch.empty_like(there, device=device) for key, there in self.storages.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class CopiedTensors:
-    """Tensors that another stream copies; a call makes the current stream wait for the copy and returns the tensors."""
+    """Tensors that another stream copies; a call makes the current stream wait and returns them."""
 
     streams: DeviceStreams
     mark: Mark
@@ -56,7 +55,7 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def copy_to_host(saved: Sequence[Any], staying: Container[int]) -> HostCopy:
-    """Copy saved tensors on the current stream, except small tensors and tensors whose storages are in `staying`."""
+    """Copy saved tensors on the current stream, except small ones and storages in `staying`."""
     storages: dict[Key, Tensor] = {}
 
     def moved(value: Any) -> Any:
@@ -65,11 +64,11 @@ def copy_to_host(saved: Sequence[Any], staying: Container[int]) -> HostCopy:
         size = value.untyped_storage().nbytes()
         if not moves(size) or size % value.element_size():
             return value
-        # Tensors that share a storage share one copy, which is restored with their strides.
+        # Tensors of one storage share a copy, restored with their strides.
         key = (storage_address(value), value.dtype)
         if key not in storages:
             whole = value.as_strided((size // value.element_size(),), (1,), 0)
-            # Host memory is pinned if the tensor is on a GPU.
+            # Pinned if the tensor is on a GPU.
             storages[key] = whole.to("cpu", non_blocking=True, copy=True)
         return SavedView(key, value.size(), value.stride(), int(value.storage_offset()))
 

@@ -1,4 +1,4 @@
-"""Timing of an iteration: waits by kind of communication and, if requested, each instruction's time."""
+"""Timing of an iteration: waits by kind and, if requested, each instruction's time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hydragraph.runtime.streams import Clock, Reading
 
 @dataclass(frozen=True)
 class ExposedSeconds:
-    """Seconds for which a step waited for weights, gradients, activations, and copies to and from host memory."""
+    """Seconds of waits for weights, gradients, activations, and copies to and from the host."""
 
     pull: float = 0.0
     push: float = 0.0
@@ -25,14 +25,14 @@ class ExposedSeconds:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's times of an iteration, sent to all ranks at the commit.
+    """One rank's times of an iteration, which the commit sends to all ranks.
 
     Attributes:
-        seconds: time from the rank's first instruction until all work before the commit has ended.
-        own: for each template in `Program.kinds`, seconds of its blocks, without waits for other ranks.
-        ran: seconds of `own` (or, if no block ran, the probe) during which the thread ran; 0 if unknown.
-        queued: seconds of `own` (or the probe) during which the thread waited for its core; 0 if unknown.
-        probe: products per second in a probe (`runtime.speed_probe`), or 0.
+        seconds: time from the first instruction until work before the commit ends.
+        own: seconds of the blocks of each template in `Program.kinds`, without waits for ranks.
+        ran: seconds of `own` (or the probe) in which the thread ran; 0 if unknown.
+        queued: seconds of `own` (or the probe) in which the thread waited for its core; 0 if unknown.
+        probe: products per second (`runtime.speed_probe`), or 0.
     """
 
     seconds: float
@@ -54,13 +54,13 @@ def mean_exposed(ranks: Sequence[RankTimes]) -> ExposedSeconds:
 
 
 class Timing:
-    """Measurements of one rank during one iteration.
+    """Measurements of one rank's iteration.
 
     The device's queues must have finished before a property is read or `end` is called.
 
     Args:
-        spans: list to which every instruction and message is added, or None to sum only the waits.
-        clock: the device's clock (`DeviceStreams.clock`); by default, the host's clock.
+        spans: list that receives every instruction and message, or None to sum only waits.
+        clock: the device's clock (`DeviceStreams.clock`); default: the host's.
     """
 
     def __init__(self, step: int = 0, spans: list[TraceEvent] | None = None, clock: Clock | None = None) -> None:
@@ -105,7 +105,7 @@ class Timing:
 
     @contextmanager
     def waiting(self, stream: Stream, value: str, more: bool = False) -> Iterator[None]:
-        """Time a wait for a value's message; `more` means that the value needs another message."""
+        """Time a wait for a message; `more` means that the value needs another."""
         began = self._clock.now()
         yield
         ended = self._clock.now()
@@ -122,7 +122,7 @@ class Timing:
 
         Args:
             kind: the template's index in `Program.kinds`.
-            waited: function that returns the total seconds waited for other ranks.
+            waited: returns the total seconds waited for other ranks.
             scheduled: reader of this thread's times, like `ThreadTimes`.
         """
         before = waited()
@@ -136,14 +136,13 @@ class Timing:
 
     def probed(self, found: ProbeResult) -> None:
         self._probe = found.per_s
-        # An idle rank has computed only the probe.
+        # An idle rank has only probed.
         if not self._works:
             self._ran = found.ran
             self._queued = found.queued
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """Time an instruction, or only the start of a communication."""
         if self.spans is None:
             yield
             return

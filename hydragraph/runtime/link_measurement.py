@@ -1,8 +1,8 @@
 """Measurement of links within and between nodes, and of network cards.
 
-A pair of ranks exchanges messages of increasing size. The receiver answers with the smallest message, so that each
-direction is timed separately. The fastest of several repetitions counts. Pairs of ranks on two nodes share network
-cards if messages are slower when all pairs send at once.
+Pairs of ranks exchange messages of increasing size; the receiver answers with the smallest message, so that each
+direction is timed separately. The fastest repetition counts. Pairs on two nodes share network cards if messages are
+slower when all pairs send at once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hydragraph.cluster.communicators import Groups
 from hydragraph.runtime.streams import synchronise
 from hydragraph.spec.cluster import Interconnect
 
-# Message sizes in bytes, from 1 KiB to 16 MiB
+# Bytes, from 1 KiB to 16 MiB
 SIZES = tuple(4**n for n in range(5, 13))
-# If a message takes longer than this, no larger messages are sent
+# If a message takes longer, larger ones are not sent
 LONGEST_S = 0.1
 REPEATS = 3
 ROUNDS = 8
-# Links count as equal if their bandwidths have at least the first ratio, and their latencies at most the second.
+# Links are equal if bandwidths have at least the first ratio, and latencies at most the second
 ALIKE = 0.8
 LATER = 2.0
 
@@ -42,7 +42,7 @@ class MeasuredLinks:
         inner: link within each node in its slower direction, or None for a node with one rank.
         outbound: link from each node, or None for a single node.
         inbound: as `outbound`, to each node.
-        cards: estimated number of network cards of each node.
+        cards: each node's estimated number of network cards.
     """
 
     inner: tuple[Interconnect | None, ...]
@@ -57,17 +57,17 @@ class MeasuredLinks:
 
 
 def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
-    """Measure the links between ranks on these nodes; all ranks call this."""
+    """Measure links between ranks on these nodes; all ranks call this."""
     ranks = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)}
     by_node = list(ranks.values())
-    # Within nodes: the first two ranks of each node, on all nodes at once.
+    # Within nodes: each node's first two ranks, all nodes at once.
     within = {i: (own[0], own[1]) for i, own in enumerate(by_node) if len(own) > 1}
     times = exchange(groups, list(within.values()))
     messages = next(iter(times.values()), ())
     inner: list[Interconnect | None] = [None] * len(by_node)
     for i, (one, other) in within.items():
         inner[i] = _slower(link_of(times[one, other]), link_of(times[other, one]))
-    # Between nodes: the first ranks of two nodes, in rounds of disjoint pairs.
+    # Between nodes: two nodes' first ranks, in rounds of disjoint pairs.
     outbound: list[Interconnect | None] = [None] * len(by_node)
     inbound = list(outbound)
     cards = [1] * len(by_node)
@@ -78,16 +78,16 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
             link = link_of(times[by_node[one][0], by_node[other][0]])
             outbound[one] = _faster(outbound[one], link)
             inbound[other] = _faster(inbound[other], link)
-        # In these rounds, every node is in a pair at least once
+        # These rounds pair every node at least once
         if number < 1 + len(by_node) % 2:
             _count_cards(groups, by_node, games, times, cards)
     return MeasuredLinks(tuple(inner), tuple(outbound), tuple(inbound), tuple(cards), messages)
 
 
 def tournament(players: int) -> list[list[Pair]]:
-    """Return rounds of disjoint pairs; any two players meet once, and if `players` is odd, one pauses in each round."""
-    # Circle method: player 0 stays, and the others move by one place per round. Opposite places
-    # meet: in the first round of 4 players, (0, 3) and (1, 2).
+    """Return rounds of disjoint pairs; any two players meet once, and with odd `players`, one pauses per round."""
+    # Circle method: player 0 stays, the others move one place per round. Opposite places meet: in
+    # the first round of 4 players, (0, 3) and (1, 2).
     even = players + players % 2
     turning = list(range(1, even))
     rounds = []
@@ -123,8 +123,8 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
     """Estimate the number of network cards of a node.
 
     Args:
-        alone_s: message time if one pair sends alone.
-        together_s: slowest message's time if all pairs send at once.
+        alone_s: message time of one pair.
+        together_s: slowest time if all pairs send.
     """
     if pairs < 2:
         return 1
@@ -143,13 +143,13 @@ def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
             break
         own = next((pair for pair in left if rank in pair), None)
         ways = [own, own[::-1]] if own is not None else []
-        # Only the sender's clock is used.
+        # Only the sender's clock counts.
         seconds = sum(min(answered(groups, way, size, SIZES[0])) * (rank == way[0]) for way in ways)
         everyone = groups.gather(seconds)
         for one, other in left:
             for way in ((one, other), (other, one)):
                 by_pair[way].append((size, one_way(everyone[way[0]], by_pair[way])))
-        # All ranks know all times, so all skip the same pairs.
+        # All ranks know all times, and so skip the same pairs.
         left = [pair for pair in left if max(everyone[pair[0]], everyone[pair[1]]) <= LONGEST_S]
     return {pair: tuple(messages) for pair, messages in by_pair.items()}
 
@@ -165,12 +165,12 @@ def one_way(seconds: float, before: Sequence[tuple[int, float]]) -> float:
 
 
 def round_trip(groups: Groups, pair: Pair, size: int, repeats: int = REPEATS) -> float:
-    """Return half the round-trip time of `size` bytes between the ranks of a pair, in seconds."""
+    """Return half the round-trip seconds of `size` bytes."""
     return median(answered(groups, pair, size, size, repeats)) / 2
 
 
 def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = REPEATS) -> list[float]:
-    """Return the seconds of each message of `size` bytes with its answer of `answer` bytes."""
+    """Return the seconds of each message with its answer."""
     rank = groups.world.rank
     other = pair[1] if rank == pair[0] else pair[0]
     messages = [torch.zeros(n, dtype=torch.uint8, device=groups.world.device) for n in (size, answer)]
@@ -183,7 +183,7 @@ def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = 
             groups.wait(work)
         synchronise(groups.world.device)
         times.append(time.perf_counter() - began)
-    # The first turn is a warm-up.
+    # The first is a warm-up.
     return times[1:]
 
 
@@ -198,9 +198,9 @@ def link_of(messages: Messages) -> Interconnect:
 
 
 def equalized(links: Sequence[Interconnect]) -> list[Interconnect]:
-    """Give nearly equal links the slowest bandwidth and latency among them.
+    """Give nearly equal links their slowest bandwidth and latency.
 
-    Measurements of equal links differ, but a planner should treat nodes with equal links as interchangeable.
+    A planner then treats nodes with equal links as interchangeable.
     """
     groups: list[list[Interconnect]] = []
     for link in sorted(links, key=lambda each: (-each.bytes_per_s, each.latency_s)):

@@ -14,10 +14,10 @@ from hydragraph.runtime.streams import DeviceStreams, Mark
 
 @dataclass(frozen=True, eq=False)
 class Finish:
-    """Function that ends an exchange, to be called once, on the stream that started the exchange.
+    """Function that ends an exchange, called once on the stream that started it.
 
     Attributes:
-        then: function that starts a second exchange after the first; the second completes the value.
+        then: starts a second exchange, which completes the value.
     """
 
     result: Callable[[], Tensor]
@@ -30,12 +30,11 @@ class Finish:
 
     @property
     def ready(self) -> bool:
-        """Whether a call would return without blocking the host."""
         return self.message is None or self.message.done
 
 
 class Pending:
-    """Value in flight, whose exchange ends on one stream while another stream waits for the value.
+    """Value whose exchange ends on one stream while another stream waits.
 
     Args:
         at_once: whether to queue the exchange's end right after its start, if the device queues waits. Pass False if
@@ -52,17 +51,14 @@ class Pending:
 
     @property
     def ready(self) -> bool:
-        """Whether the value can be read without blocking the host."""
         return self._end is not None or (self._finish.ready and self._finish.then is None)
 
     @property
     def follows(self) -> bool:
-        """Whether a second exchange must still be started."""
         return self._end is None and self._finish.then is not None
 
     @property
     def arrived(self) -> bool:
-        """Whether the current exchange has ended."""
         return self._end is not None or self._finish.ready
 
     def go_on(self) -> None:
@@ -73,14 +69,14 @@ class Pending:
             self._finish = self._finish.then()
 
     def __call__(self) -> Tensor:
-        """Make the current stream wait for the value, and return it; its memory stays allocated while used."""
+        """Make the current stream wait for the value, and return it; its memory stays while used."""
         value, mark = self.end()
         self._streams.wait(mark)
         self._streams.hold(value)
         return value
 
     def end(self) -> tuple[Tensor, Mark]:
-        """End the exchange on its stream, without making the current stream wait."""
+        """End the exchange on its stream; the current stream does not wait."""
         if self._end is None:
             with self._streams.on(self._stream):
                 self._end = self._finish(), self._streams.mark()

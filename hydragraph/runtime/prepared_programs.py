@@ -1,4 +1,4 @@
-"""One rank's program and data, built once for each (strategy, micro-batch counts, purpose)."""
+"""One rank's program and data for each (strategy, micro-batch counts, purpose)."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from hydragraph.runtime.exchange import Exchange, hand_exchange, pull_exchange, 
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 
-# The cache is large, because micro-batch counts vary
+# Large, because micro-batch counts vary
 CAPACITY = 64
 
 
 @dataclass(frozen=True, eq=False)
 class BoundBlock:
-    """Block with this rank's graphs and their inputs.
+    """Block with this rank's graphs and inputs.
 
     Attributes:
-        aux: for each template input, the index of the aux graph's output.
-        starts: the first row of this rank's vocabulary shard, and the block's index, as inputs.
-        enters: under sequence parallelism, whether the hidden state comes from another stage.
+        aux: index of the aux graph's output for each template input.
+        starts: first row of this rank's vocabulary shard, and the block's index, as inputs.
+        enters: under sequence parallelism, whether another stage sends the hidden state.
         leaves: under sequence parallelism, whether the result is sent to another stage.
     """
 
@@ -62,12 +62,12 @@ class Prepared:
     """One rank's program and data.
 
     Attributes:
-        pulls: exchanges by bucket name or, in a streamed stage, by a name for each use of a bucket.
+        pulls: exchanges by bucket name or, in streamed stages, by use of a bucket.
         pushes: as `pulls`, for gradients.
-        handings: exchanges to second owners, by the name of each bucket's last push.
-        adds: pushes that add to the owners' gradients, because they follow another push of the bucket.
-        at_home: buckets whose gradients accumulate directly in this rank's gradient shard.
-        shards: for each bucket that this rank uses, each parameter's offset and length in the local buffer.
+        handings: exchanges to second owners, by each bucket's last push.
+        adds: pushes that follow another push of the bucket, and add to its result.
+        at_home: buckets whose gradients accumulate directly in this rank's shard.
+        shards: each parameter's offset and length in the local buffer, by used bucket.
     """
 
     program: RankProgram
@@ -88,7 +88,7 @@ class Prepared:
 
 @dataclass(eq=False)
 class Preparer:
-    """Builder of one rank's programs, with a cache of `capacity` programs."""
+    """Builder of programs, with a cache of `capacity` programs."""
 
     _program: Program
     _variants: Variants
@@ -107,11 +107,7 @@ class Preparer:
         self._halves: dict[Variant, Mapping[Work, BackwardPart]] = {}
 
     def get(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose) -> Prepared:
-        """Return this rank's program.
-
-        Args:
-            counts: number of micro-batches in each pipeline.
-        """
+        """Return this rank's program for micro-batch `counts` by pipeline."""
         return self._known.get((strategy, counts, purpose), lambda: self._prepare(strategy, counts, purpose))
 
     def describe(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose, rank: int) -> RankProgram:
@@ -127,8 +123,8 @@ class Preparer:
         halved = mode != "evaluate" and strategy.schedule not in WHOLE_BACKWARD
         every = variants.program.blocks
         blocks = {every[k].name: self._bind(variants, k, part, here, halved) for k in here.positions} if here else {}
-        # links: (operation, name) -> this rank's pull and push. last, first: bucket -> name of its
-        # last and first push. apart: buckets whose gradients need a buffer separate from the home.
+        # links: (operation, name) -> this rank's pull and push. last, first: bucket -> name of its last
+        # and first push. apart: buckets whose gradients need their own buffer.
         links = {(turn.op, turn.name): self._link(turn, placement) for turn in turns(placement, mode)}
         pushes = {name: push for (op, name), (_, push) in links.items() if op is Op.PUSH and push is not None}
         last = {bucket_of(name): name for name in pushes}
@@ -159,7 +155,7 @@ class Preparer:
         first, end = stage.blocks[visit]
         scores = program is not self._program and block is program.blocks[-1]
         others = [i for i in template.inputs if i.startswith("other.")]
-        # Pipelines that share a stage agree on the stage's neighbours.
+        # Pipelines that share a stage agree on its neighbours.
         role = next(role for role in stage.roles if role.visit == visit)
         return BoundBlock(
             variant,
@@ -187,7 +183,7 @@ class Preparer:
         stages = turn.stages
         kinds = stage_kinds(self._program, bucket, placement, stages, self._variants.kinds)
         source = self._homes[bucket.name]
-        # Layers with equal buckets, homes and stages share their exchanges.
+        # Layers with equal buckets, homes and stages share exchanges.
         key = (bucket.form, bucket.learns, source, stages, tuple(tuple(k.values()) for k in kinds))
 
         def make() -> tuple[Exchange, Exchange | None]:
@@ -206,7 +202,7 @@ class Preparer:
 
 
 def local_shards(bucket: Bucket, part: StagePart) -> dict[str, tuple[int, int]]:
-    """Return each parameter's (offset, length) in elements in a rank's local buffer of a bucket."""
+    """Return each parameter's (offset, length) in elements in a bucket's local buffer."""
     shards = {}
     at = 0
     for parameter in bucket.parameters:

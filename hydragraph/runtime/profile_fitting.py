@@ -1,8 +1,8 @@
 """Fits of the cost models' constants by non-negative least squares.
 
-The fit minimizes the micro-batches' relative errors, weighted by time. Each number of tokens is measured as one
-sequence and as several sequences, whose times differ only in the quadratic part. For each attention window
-or chunk size, the fit has a column with the number of token pairs (`AttentionReach.pairs`).
+The fit minimizes micro-batches' relative errors, weighted by time. Each number of tokens is measured as one sequence
+and as several, whose times differ only in the quadratic part. Each attention window or chunk size adds a column with
+the number of token pairs (`AttentionReach.pairs`).
 
 Formulas of Hydraulis -> functions:
 
@@ -32,9 +32,9 @@ Lengths = tuple[int, ...]
 
 TOO_SMALL = "the device's memory is too small for micro-batches with enough tokens for a fit"
 WORST_RESIDUAL = 0.25
-# Minimum fraction of the longest micro-batch's time that is quadratic
+# Minimum quadratic fraction of the longest micro-batch's time
 LEAST_QUADRATIC = 1e-3
-# The columns of the fit are the sum of l^2 (a), the sum of l (b), and 1 (c)
+# Columns of the fit: sum of l^2 (a), sum of l (b), 1 (c)
 QUADRATIC = 0
 LINEAR = 1
 ONCE = 2
@@ -50,7 +50,7 @@ class CurveFit:
     Attributes:
         constants: fitted constants; 0 if not measurable.
         residual: root mean square relative error, weighted by time.
-        quadratic: fraction of the longest micro-batch's time that attention takes.
+        quadratic: attention's fraction of the longest micro-batch's time.
     """
 
     constants: Constants
@@ -59,10 +59,9 @@ class CurveFit:
 
     @property
     def failure(self) -> str | None:
-        """Reason why the fit is unusable, or None."""
         k = self.constants
         numbers = f"(a = {k.a:.3g}, b = {k.b:.3g}, c = {k.c:.3g}, residual {self.residual:.1%})"
-        # With short windows, quadratic cost looks linear, so the fit may count it as linear.
+        # The fit may count short windows' cost as linear.
         if not k.near and (k.a <= 0 or self.quadratic < LEAST_QUADRATIC):
             return f"the quadratic part is below the noise: measure longer sequences {numbers}"
         if k.b <= 0 and not any(constant > 0 for _, constant in k.near):
@@ -76,7 +75,6 @@ class CurveFit:
 
     @property
     def doubt(self) -> str | None:
-        """Warning about usable but uncertain constants, or None."""
         if self.constants.near or self.quadratic >= 2 * self.residual:
             return None
         return (
@@ -91,16 +89,16 @@ def fit_work(
     """Fit the cost of micro-batches.
 
     Args:
-        reaches: how far each attention call reaches; if empty, the cost has no quadratic part.
+        reaches: reach of each attention call; if empty, the cost has no quadratic part.
 
     Raises:
-        ValueError: there are fewer measurements than constants, or a time is not above 0.
+        ValueError: measurements are fewer than constants, or a time is not above 0.
     """
     limited = sorted({*reaches} - {WHOLE}, key=lambda each: each.order)
-    # rows [micro-batches, constants]: sum of l^2, sum of l, 1, then token pairs per limited reach.
+    # rows [micro-batches, constants]: sum of l^2, sum of l, 1, token pairs per limited reach.
     rows = _features(micro_batches, limited)
     measured = _positive(seconds, 2 + len({*reaches}))
-    # Constants of columns that are not used stay 0.
+    # Unused columns' constants stay 0.
     used = [*([QUADRATIC] if WHOLE in reaches else []), LINEAR, ONCE, *range(FIRST_NEAR, rows.shape[1])]
     constants = np.zeros(rows.shape[1])
     constants[used] = _nnls(rows[:, used], measured, measured)
@@ -116,17 +114,15 @@ def fit_work(
 
 @dataclass(frozen=True)
 class LinkFit:
-    """Fitted link, and the root mean square of the fit's relative errors."""
-
     link: Interconnect
     residual: float
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
-    """Fit latency and bandwidth to message sizes (bytes) and times; return None if times do not grow with size."""
+    """Fit latency and bandwidth to sizes (bytes) and times; return None if times do not grow."""
     measured = _positive(seconds, 2)
     rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, dtype=np.float64)], axis=1)
-    # This weight makes short and long messages count equally
+    # Short and long messages count equally
     alike = np.ones(len(measured))
     latency, per_byte = _nnls(rows, measured, alike)
     if per_byte <= 0:
@@ -136,9 +132,9 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
 
 
 def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fitted: Constants) -> int:
-    """Return UtilLen: the number of tokens at which a micro-batch reaches 85 % of the plateau of tokens/s.
+    """Return UtilLen: the tokens at which a micro-batch reaches 85 % of the plateau of tokens/s.
 
-    Attention's time, which depends on how tokens are divided into sequences, is subtracted first.
+    Attention's time, which depends on sequence lengths, is subtracted first.
     """
     rows = _features(micro_batches)
     measured = _positive(seconds, 1)
@@ -149,7 +145,6 @@ def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], f
     tokens = np.unique(rows[:, LINEAR])
     speed = np.array([t / linear[rows[:, LINEAR] == t].mean() for t in tokens])
     useful = PLATEAU * speed.max()
-    # Interpolate between the last count below the threshold and the first one above.
     first = int(np.argmax(speed >= useful))
     if first == 0:
         return int(tokens[0])
@@ -157,7 +152,7 @@ def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], f
 
 
 def token_counts(longest: int, multiple: int, points: int = 6, span: int = 64) -> tuple[int, ...]:
-    """Return a geometric series of token counts from longest / span to longest, rounded to multiples of `multiple`."""
+    """Return a geometric series of token counts from longest / span to longest, in multiples of `multiple`."""
     exact = np.geomspace(max(longest / span, multiple), max(longest, multiple), points)
     return tuple(sorted({max(1, round(n / multiple)) * multiple for n in exact.tolist()}))
 
@@ -170,12 +165,7 @@ def micro_batches(counts: Sequence[int], parts: int = 4) -> tuple[tuple[int, ...
 
 @dataclass(frozen=True)
 class MeasuredTemplate:
-    """Measurement of one template in one kind of stage.
-
-    Attributes:
-        piece: the template's sizes, without times.
-        forward: forward times, which `seconds` includes.
-    """
+    """Measurement of a template; `forward` is part of `seconds`."""
 
     piece: BlockPiece
     seconds: tuple[float, ...]
@@ -185,13 +175,10 @@ class MeasuredTemplate:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Measurements of one kind of stage, by template."""
-
     rows: tuple[Lengths, ...]
     times: dict[str, MeasuredTemplate]
 
     def total(self, templates: Sequence[str]) -> list[float]:
-        """Return, by micro-batch, the total seconds of consecutive blocks and the aux graph."""
         columns = zip(*(self.times[t].seconds for t in [*templates, AUX]), strict=True)
         return [sum(column) for column in columns]
 
@@ -214,11 +201,11 @@ def fit_profile(
     messages: Sequence[tuple[int, float]],
     **more: Any,
 ) -> Profile:
-    """Fit a profile to measurements, and record why fits failed.
+    """Fit a profile to measurements, and record failed fits.
 
     Args:
         blocks: templates of the model's blocks, in order.
-        found: measurements by kind of stage, including `StageKind(tp)` for each scheme's degree.
+        found: measurements, including `StageKind(tp)` for each scheme's degree.
         messages: (bytes, seconds) of messages; empty for one rank.
     """
     unfit = {}
@@ -239,7 +226,7 @@ def fit_profile(
             unfit[kind] = f"the fit of {noisy[0]} failed: noise hides the cost of attention"
         else:
             pieces[kind] = fitted
-        # Kinds of stages with the same degree share UtilLen.
+        # Kinds of equal degree share UtilLen.
         if kind == StageKind(kind.tp):
             util[kind.tp] = util_len(measured.rows, whole, fit.constants)
     fits = {s: _slowest(blocks, s, found[StageKind(s[0])], util[s[0]]) for s in schemes if StageKind(s[0]) in pieces}
@@ -279,7 +266,7 @@ def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, usef
     stages = regular_pipeline(*scheme, layers, 0).stages
     fits = []
     for first, last in pairwise(accumulate((stage.layers for stage in stages), initial=0)):
-        # The first stage includes the embedding, and the last stage the head.
+        # The first stage has the embedding, the last the head.
         span = slice(first + 1 if first else 0, last + 1 if last < layers else None)
         fits.append(measured.fit(blocks[span]))
     return max(fits, key=lambda fit: float(fit.constants.work(useful)) + fit.constants.c)
@@ -316,8 +303,8 @@ def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
 
 
 def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Minimize weighted squared relative errors, with scaled columns, because columns differ by up to 10^10."""
-    # SciPy is imported here, because few ranks compute fits
+    """Minimize weighted squared relative errors; columns are scaled, because they differ by up to 10^10."""
+    # Imported here, because few ranks compute fits
     from scipy.optimize import nnls
 
     # Minimize the sum of w (row x / seconds - 1)^2 = (row sqrt(w) / seconds x - sqrt(w))^2.

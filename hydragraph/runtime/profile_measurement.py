@@ -1,7 +1,7 @@
-"""Measurement of a profile: times of templates (graphs that equal blocks share), not of models or strategies.
+"""Measurement of a profile: median times of templates (graphs that equal blocks share).
 
-Each distinct template is measured for each kind of stage and micro-batch, with its real collectives. The time of a
-stage is the sum of its templates' times. As in training, all groups of ranks run simultaneously. Times are medians.
+Each template is measured for each kind of stage and micro-batch, with its real collectives, while all groups of ranks
+run simultaneously, as in training. A stage takes the sum of its templates' times.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from hydragraph.runtime.type_splits import split_types
 from hydragraph.spec import workload
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-# Number of elements of the shards whose update is timed
+# Elements of the shards whose update is timed
 UPDATED = (1 << 16, 1 << 21)
 CHAIN = 4
-# A measurement stops when its relative standard error is below this value
+# A measurement stops below this relative standard error
 PRECISE = 0.01
-# Fraction of memory that is usable despite fragmentation
+# Fraction of memory usable despite fragmentation
 USABLE = 0.9
 
 Progress = Callable[[int, int, str], None]  # done, total, description
@@ -69,8 +69,8 @@ class MeasuredModel:
 
     Attributes:
         vocabulary: exclusive upper bound of token ids.
-        positions: exclusive upper bound of position ids, or None if unlimited. Position ids repeat in longer sequences.
-        type: name of the device's type, or "" for the name that the device reports.
+        positions: exclusive upper bound of position ids, or None; ids repeat in longer sequences.
+        type: device type, or "" for the device's own name.
     """
 
     program: Program
@@ -86,9 +86,9 @@ class MeasureSettings:
     """Measurement settings.
 
     Attributes:
-        schemes: schemes to measure; each needs only the ranks of one stage.
+        schemes: each needs only the ranks of one stage.
         repeats: maximum repetitions of each measurement after a warm-up.
-        points: number of token counts to measure, from longest / 64 to longest.
+        points: number of token counts, from longest / 64 to longest.
     """
 
     schemes: tuple[Scheme, ...]
@@ -103,12 +103,11 @@ class MeasureSettings:
 
     @property
     def micro_batches(self) -> tuple[Lengths, ...]:
-        """Micro-batches to measure; every tensor-parallel degree divides their numbers of tokens."""
+        """Micro-batches to measure; every tensor-parallel degree divides their tokens."""
         multiple = 4 * math.lcm(*(kind.tp for kind in self.every_kind))
         return profile_fitting.micro_batches(profile_fitting.token_counts(self.longest, multiple, self.points))
 
     def check(self, program: Program, ranks: int) -> None:
-        """Raise a ValueError unless a program can be measured on these ranks."""
         for tp, pp in self.schemes:
             if tp > ranks:
                 raise ValueError(
@@ -127,14 +126,14 @@ class MeasureSettings:
 
 @dataclass(frozen=True)
 class DevicePlace:
-    """Node and type of a rank's device; ranks of a measured stage have equal places."""
+    """Node and type of a device; ranks of a measured stage have equal places."""
 
     node: str
     type: str
 
 
 def stages_measured_at_once(places: Sequence[DevicePlace], tp: int) -> tuple[tuple[int, ...], ...]:
-    """Divide the ranks of each place, in order, into groups of `tp`; remaining ranks are in no group."""
+    """Divide each place's ranks, in order, into groups of `tp`; the rest are in no group."""
     stages: list[tuple[int, ...]] = []
     for place in dict.fromkeys(places):
         ranks = [rank for rank, other in enumerate(places) if other == place]
@@ -145,7 +144,7 @@ def stages_measured_at_once(places: Sequence[DevicePlace], tp: int) -> tuple[tup
 def measure(
     subject: MeasuredModel, settings: MeasureSettings, groups: Groups, progress: Progress | None = None
 ) -> Profile:
-    """Measure a profile of one device type; all ranks call this together and get the same profile.
+    """Measure a profile of one device type; all ranks call this and get the same profile.
 
     Raises:
         ValueError: the settings do not fit the model or the ranks.
@@ -163,11 +162,11 @@ def measure_types(
     messages: Sequence[tuple[int, float]] | None = None,
     split: bool = False,
 ) -> tuple[Profile, tuple[str, ...]]:
-    """Measure all device types; return one profile, and each rank's type.
+    """Measure all device types; return one profile and the ranks' types.
 
     Args:
-        messages: (bytes, seconds) of messages, if already measured.
-        split: whether to split types if devices' times differ.
+        messages: measured (bytes, seconds) of messages.
+        split: whether to split types whose devices' times differ.
     """
     program = subject.program
     world = groups.world
@@ -176,15 +175,15 @@ def measure_types(
     device = devices[places[world.rank].type]
     tell = progress or (lambda done, total, what: None)
     representatives = {block.template: block for block in program.blocks}
-    # One timing per template and kind of stage, in the same order on all ranks.
+    # One timing per template and kind of stage, in equal order on all ranks.
     timings: list[_Timing] = []
     for kind in settings.every_kind:
         bench = Bench(subject, kind, groups, places, device)
         rows = bench.that_fit(settings.micro_batches, list(representatives.values()))
         timings += [bench.timing(block, rows) for block in [*representatives.values(), program.aux]]
     total = len(timings) + settings.repeats + 2
-    # Repetitions of one timing are spread over time, so that a disturbance affects only one.
-    # Timings that are precise enough are not repeated.
+    # A timing's repetitions are spread over time, so that a disturbance affects only one.
+    # Precise timings are not repeated.
     left = timings
     for turn in range(settings.repeats + 1):
         if turn:
@@ -216,7 +215,7 @@ def measure_types(
     update = _update(groups, settings.repeats, types)
     commit = _commit(groups, settings.repeats, types)
     tell(total, total, "")
-    # Memory is measured again, because communicators use memory.
+    # Communicators use memory, so measure it again.
     devices = _devices(subject, groups, places)
     profiles = []
     for name, by_kind in measurements.items():
@@ -269,20 +268,17 @@ def _name(device: torch.device) -> str:
 
 
 def type_name(device: torch.device) -> str:
-    """Return the name of a device's type, such as nvidia-h100-80gb-hbm3 or x86-64."""
+    """Return a device's type, such as nvidia-h100-80gb-hbm3 or x86-64."""
     return re.sub(r"[^a-z0-9]+", "-", _name(device).lower()).strip("-") or device.type
 
 
 def host_memory() -> int:
-    """Return the bytes of memory that this process may use on its host."""
+    """Return the bytes of host memory that this process may use."""
     return int(min(memory_limit(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
 
 
 def device_memories(groups: Groups) -> list[float]:
-    """Return the bytes of memory that each rank may use, excluding contexts and communicators on a GPU.
-
-    Ranks on one host or GPU split the memory equally.
-    """
+    """Return each rank's share of its host's or GPU's memory, excluding contexts and communicators."""
     here = socket.gethostname()
     free = host_memory()
     reserved = 0
@@ -295,7 +291,7 @@ def device_memories(groups: Groups) -> list[float]:
 
 
 def memory_shares(reports: Sequence[tuple[str, int, int]]) -> list[float]:
-    """Return each rank's share of memory, from reports of (place, free bytes, reserved bytes)."""
+    """Return each rank's memory from reports of (place, free bytes, reserved bytes)."""
     shares = {}
     for place in {place for place, _, _ in reports}:
         here = [(free, reserved) for other, free, reserved in reports if other == place]
@@ -364,8 +360,8 @@ def _per_element(
 
 def standard_error(seconds: Sequence[float]) -> float:
     """Return the relative standard error of the median of normally distributed times, ignoring outliers."""
-    # The median absolute deviation is 0.67 standard deviations, and a median's standard error is
-    # sqrt(pi / 2) times that of a mean.
+    # The median absolute deviation is 0.67 standard deviations; a median's standard error is
+    # sqrt(pi / 2) times a mean's.
     middle = median(seconds)
     deviation = median(abs(each - middle) for each in seconds) / NormalDist().inv_cdf(0.75)
     return math.sqrt(math.pi / 2 / len(seconds)) * deviation / middle if middle > 0 else 0.0
@@ -373,7 +369,7 @@ def standard_error(seconds: Sequence[float]) -> float:
 
 def _bytes_of(piece: BlockPiece) -> tuple[float, float, float]:
     assert piece.held is not None, "a measured block must have known memory"
-    # Each of the lines is (bytes at 0 tokens, bytes per token).
+    # A line is (bytes at 0 tokens, bytes per token).
     lines = piece.held
     constant, kept = map(sum, zip(lines.saved, lines.output, strict=True))
     working = max(0.0, lines.forward[1] - kept, lines.backward[1])
@@ -381,12 +377,7 @@ def _bytes_of(piece: BlockPiece) -> tuple[float, float, float]:
 
 
 class Bench:
-    """Runner of templates in one kind of stage; ranks without a stage only take part in gathers.
-
-    Args:
-        places: place of each rank.
-        device: this rank's device.
-    """
+    """Runner of templates in one kind of stage; ranks without a stage only take part in gathers."""
 
     def __init__(
         self,
@@ -428,7 +419,7 @@ class Bench:
         for block in blocks:
             piece = self._sizes(block)
             kept, working, fixed = _bytes_of(piece)
-            # Memory without weights in the compute dtype and fp32 gradients.
+            # Without weights in the compute dtype and fp32 gradients.
             free = device.memory - fixed - piece.parameters * device.itemsize - 4 * (piece.parameters - piece.frozen)
             most = min(most, free / max(kept + working, 1e-9))
         limits: dict[str, float] = {}
@@ -437,7 +428,7 @@ class Bench:
         return {name: tuple(row for row in rows if sum(row) <= limit) for name, limit in limits.items()}
 
     def timing(self, block: Block, rows: Mapping[str, tuple[Lengths, ...]]) -> _Timing:
-        """Return a block's timing; all ranks call this and the timing's methods."""
+        """Return a block's timing; all ranks call this and its methods."""
         aux = block is self._program.aux
         piece = BlockPiece(ZERO, ZERO, held=aux_lines(self._program)) if aux else self._sizes(block)
         stages: dict[str, list[tuple[int, ...]]] = {}
@@ -452,7 +443,7 @@ class Bench:
     def turn(self, block: Block, rows: Sequence[Lengths], links: Sequence[int]) -> list[Sequence[tuple[float, float]]]:
         runs = [self._aux_run] if block is self._program.aux else self._chain(block, max(links, default=0))
         chains = list(zip(links, rows, strict=True))
-        # A warm-up is needed, because the first access to the memory of new weights is slow.
+        # Warm-up: the first access to new weights' memory is slow.
         for count, row in chains[:1]:
             self.time(runs[:count], row)
         return self._groups.gather([self.time(runs[:count], row) for count, row in chains])
@@ -470,12 +461,12 @@ class Bench:
         for i, row in enumerate(rows[:fitting]):
             left = device.memory - fixed - sum(row) * working
             own[i] = int(left // max(weights + sum(row) * kept, 1.0))
-        # Ranks of a stage run the same collectives, so chains must have equal lengths on all ranks.
+        # A stage's ranks run the same collectives, so their chains must be equally long.
         least = [max(1, min(column)) for column in zip(*self._groups.gather(own), strict=True)]
         return least[:fitting] + [0] * (len(rows) - fitting)
 
     def time(self, runs: Sequence[_Run], row: Lengths) -> tuple[float, float]:
-        """Return forward and backward seconds per block of a chain, which all ranks start together."""
+        """Return forward and backward seconds per block of a chain started by all ranks together."""
         batch = self._batch(row) if runs else {}
         aux = self._aux_values(batch) if runs else ()
         self._groups.all_reduce(Channel.COMMIT, torch.zeros(1, device=self._device))
@@ -587,7 +578,7 @@ class _Timing:
 
     Attributes:
         links: number of blocks in each micro-batch's chain.
-        turns: forward and backward seconds by repetition, rank and micro-batch.
+        turns: (forward, backward) seconds by repetition, rank and micro-batch.
     """
 
     bench: Bench
@@ -605,7 +596,7 @@ class _Timing:
 
     @property
     def counted(self) -> Sequence[Sequence[Sequence[tuple[float, float]]]]:
-        """All repetitions except the first, or exactly two repetitions that agree."""
+        """All repetitions except the first, or exactly two that agree."""
         return self.turns if len(self.turns) == 2 and self.error < PRECISE else self.turns[1:]
 
     @property
@@ -619,7 +610,6 @@ class _Timing:
         )
 
     def seconds(self, rank: int, count: int) -> tuple[float, float]:
-        """Return a rank's median seconds and standard error for `count` blocks."""
         # turn[rank][row] is (forward, backward).
         samples = [count * sum(map(sum, turn[rank])) for turn in self.counted]
         error = stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else math.inf

@@ -1,4 +1,4 @@
-"""16-bit copies of the master weights for the next pull, written by the optimizer's kernel."""
+"""16-bit copies of master weights, written by the optimizer's kernel for the next pull."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hydragraph.runtime.home_state import HomeState
 
 
 class RoundedWeights:
-    """This rank's trained shards in the compute dtype; frozen weights have no copy."""
+    """Trained shards in the compute dtype; frozen weights have no copy."""
 
     def __init__(self, home: HomeState, dtype: torch.dtype) -> None:
         self._home = home
@@ -35,7 +35,6 @@ class RoundedWeights:
 
 
 def rounded(home: HomeState, dtype: torch.dtype, optimizer: torch.optim.Optimizer | None) -> RoundedWeights | None:
-    """Return rounded weights that an optimizer maintains, or None."""
     if not isinstance(optimizer, AdamW) or dtype not in (torch.bfloat16, torch.float16):
         return None
     kept = RoundedWeights(home, dtype)

@@ -1,6 +1,6 @@
 """Views of freed data (streamed weights, offloaded storages), stored as sizes and strides.
 
-A real view would keep the data's buffer alive, or show other data after the buffer is reused.
+Real views would keep buffers alive, or show other data in reused buffers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SavedView:
-    """View of a 1-D tensor.
-
-    Attributes:
-        key: identifier of the tensor.
-        at: offset in elements.
-    """
+    """View of the 1-D tensor `key` at an offset in elements."""
 
     key: Hashable
     size: torch.Size
@@ -29,7 +24,7 @@ class SavedView:
 
 
 def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
-    """Return saved values in which `SavedView`s replace views of weights (1-D tensors by bucket)."""
+    """Replace views of weights (1-D tensors by bucket) by `SavedView`s."""
     storages = {flat.untyped_storage().data_ptr(): name for name, flat in weights.items() if flat.numel()}
 
     def replaced(value: Any) -> Any:
@@ -42,7 +37,7 @@ def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
 
 
 def restored(saved: Sequence[Any], tensors: Mapping[Any, Tensor]) -> list[Any]:
-    """Return saved values in which real views of `tensors` replace `SavedView`s."""
+    """Replace `SavedView`s by real views of `tensors`."""
 
     def view(value: Any) -> Any:
         if not isinstance(value, SavedView) or value.key not in tensors:

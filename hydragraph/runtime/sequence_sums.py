@@ -16,7 +16,7 @@ class ScoredSequences:
     Attributes:
         count: L, the number of sequences in the mini-batch.
         values: K, the number of values per token.
-        places: for each micro-batch, the indices of its sequences in packed order.
+        places: each micro-batch's sequence indices, in packed order.
     """
 
     count: int
@@ -24,11 +24,10 @@ class ScoredSequences:
     places: Mapping[int, Sequence[int]]
 
     def sums(self, rows: Mapping[int, tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
-        """Return the fp64 sums [L, K] of each sequence's values; 0 for other ranks' sequences.
+        """Return fp64 sums [L, K] by sequence; 0 for other ranks' sequences.
 
         Args:
-            rows: for each micro-batch, the tokens' values [1, tokens, K] and the sequences' bounds [sequences + 1],
-                with padding last.
+            rows: each micro-batch's values [1, tokens, K] and sequence bounds [sequences + 1], with padding last.
         """
         total = torch.zeros(self.count, self.values, dtype=torch.float64, device=device)
         for micro_batch, (values, bounds) in rows.items():

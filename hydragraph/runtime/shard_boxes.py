@@ -1,4 +1,4 @@
-"""This rank's weights as boxes (rectangular parts of tensors) for a checkpoint."""
+"""Weights as boxes (rectangular parts of tensors) for a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from hydragraph.runtime.home_state import HomeState, OwnedPart
 
 @dataclass(frozen=True, eq=False)
 class OwnedBoxes:
-    """This rank's boxes of one tensor of the checkpoint.
-
-    Attributes:
-        boxes: for each box's offsets, a view of its elements in natural order.
-    """
+    """This rank's boxes of one tensor: views of elements in natural order, by the boxes' offsets."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -30,16 +26,16 @@ class OwnedBoxes:
 
 
 def sharded(piece: OwnedPart, flat: Tensor, once: bool = False) -> OwnedBoxes:
-    """View this rank's 1-D part of a parameter (in canonical order) as boxes in the parameter's shape.
+    """View a parameter's 1-D part in canonical order as boxes in its shape.
 
     Args:
-        once: whether to skip elements that another owner writes.
+        once: skip elements that another owner writes.
     """
     shape = piece.parameter.shape
     rule = piece.parameter.rule
     dim = rule.dim if rule is not None else 0
-    # Intervals are in canonical order, with the sharded dimension first. Boxes are found in this
-    # order, and then moved to the order of the parameter's dimensions.
+    # Boxes are found in canonical order (sharded dimension first), then moved to the parameter's
+    # dimensions.
     canonical = (*shape[dim : dim + 1], *shape[:dim], *shape[dim + 1 :])
     views = {}
     for ((lo, hi), part), counted in zip(piece.cut(flat.detach()), piece.counted, strict=True):
@@ -53,5 +49,5 @@ def sharded(piece: OwnedPart, flat: Tensor, once: bool = False) -> OwnedBoxes:
 
 
 def sharded_weights(home: HomeState, once: bool = False) -> dict[str, OwnedBoxes]:
-    """Return this rank's part of all master weights, by parameter name; `once` is as for `sharded`."""
+    """Return this rank's part of all master weights, by name; `once` is as for `sharded`."""
     return {name: sharded(piece, home.parameters[name], once) for name, piece in home.pieces.items()}

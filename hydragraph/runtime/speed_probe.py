@@ -1,7 +1,7 @@
-"""Probe of the speed of an idle device, in small matrix products per second.
+"""Probe of an idle device's speed, in small matrix products per second.
 
-If a slow device gets no work (Malleus's standby), only a probe shows when the device is fast again. A device that stops
-for 60 of every 100 ms looks healthy for 40 ms, so a probe measures from the end of one stop to the end of another.
+If a slow device gets no work (Malleus's standby), only a probe shows when it is fast again. A device that stops for 60
+of every 100 ms looks healthy for 40 ms, so a probe measures from the end of one stop to the end of another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hydragraph.runtime.thread_times import ThreadTimes, unknown
 # Rows and columns
 SIZES = {"cpu": 128, "cuda": 2048}
 MOST_S = 0.25  # longest probe
-# If one product takes longer than this, the process was stopped
+# If a product takes longer, the process was stopped
 STOP_S = 0.01
 
 
@@ -27,9 +27,9 @@ class ProbeResult:
     """A probe's result.
 
     Attributes:
-        per_s: products per second, as if no other process had used the core; 0 if the probe did not run.
-        ran: seconds that the probe's thread ran; 0 if unknown.
-        queued: seconds that the thread waited for its core; 0 if unknown.
+        per_s: products per second of an unshared core; 0 if the probe did not run.
+        ran: seconds that the thread ran; 0 if unknown.
+        queued: seconds that it waited for its core; 0 if unknown.
     """
 
     per_s: float = 0.0
@@ -46,11 +46,7 @@ class _ClockReading:
 
 
 class SpeedProbe:
-    """Probe of one device; a call takes `most_s` seconds.
-
-    Args:
-        scheduled: reader of this thread's times, like `ThreadTimes`.
-    """
+    """Probe of one device for `most_s` seconds per call; `scheduled` reads this thread's times."""
 
     def __init__(
         self,
@@ -64,7 +60,6 @@ class SpeedProbe:
         self.most_s = 0.0
 
     def __call__(self) -> ProbeResult:
-        """Run the probe; return an empty result if `most_s` is 0."""
         if self.most_s <= 0:
             return ProbeResult()
         size = SIZES[self._device.type]
@@ -79,7 +74,7 @@ class SpeedProbe:
             self._multiply(factor, out)
             count += 1
             now = self._clock()
-            # The process was stopped during this product, and now begins to run again.
+            # The process was stopped during this product, and now runs again.
             if now - before > STOP_S:
                 stops.append(self._read(count))
         if len(stops) > 1:
@@ -96,6 +91,6 @@ class SpeedProbe:
 
 def _between(began: _ClockReading, ended: _ClockReading) -> ProbeResult:
     ran, queued = ended.ran - began.ran, ended.queued - began.queued
-    # crowded: how much faster the probe would be without other processes on its core.
+    # crowded: speedup of the probe if its core were not shared.
     crowded = (ran + queued) / ran if ran > 0 else 1.0
     return ProbeResult(crowded * (ended.count - began.count) / (ended.seconds - began.seconds), ran, queued)

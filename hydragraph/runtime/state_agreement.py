@@ -1,6 +1,6 @@
 """Agreement of a new world's ranks on one state of the whole model.
 
-Remaining ranks are at most one update apart, because every step ends with a commit of all ranks:
+Every step ends with a commit of all ranks, so remaining ranks are at most one update apart:
 
     a rank was lost            state of other ranks                          recovery
     before the commit          no rank has updated                           drop the gradients, repeat the step
@@ -25,7 +25,7 @@ class StatePlace:
 
     Attributes:
         generation: number of earlier moves.
-        home: owners of the state, with `nodes` set if there are two copies.
+        home: owners of the state; `nodes` is set for two copies.
     """
 
     generation: int
@@ -36,7 +36,7 @@ class StatePlace:
 
 @dataclass(frozen=True)
 class StateProgress:
-    """Progress of a rank's state.
+    """A rank's progress.
 
     Attributes:
         norm: gradient norm of the last update, before clipping.
@@ -83,8 +83,8 @@ class RankStates:
     """One rank's states when ranks form a new world.
 
     Attributes:
-        arrived: complete state brought by a move, to which the rank has not switched yet.
-        called: numbers that this rank has had, since it got `held`, in worlds whose moves failed.
+        arrived: complete state that a move brought, but the rank does not use yet.
+        called: this rank's numbers, since it got `held`, in worlds whose moves failed.
     """
 
     held: HeldState
@@ -92,7 +92,7 @@ class RankStates:
     called: tuple[int, ...] = ()
 
     def of(self, generation: int) -> HeldState | None:
-        """Return the rank's state of a generation, or None if missing or damaged by an interrupted update."""
+        """Return the state of a generation, or None if missing or torn by an interrupted update."""
         states = (self.held, self.arrived)
         return next((s for s in states if s and s.place.generation == generation and not s.progress.torn), None)
 
@@ -102,10 +102,10 @@ class AgreedState:
     """State on which the ranks of a new world agree.
 
     Attributes:
-        generation: generation of the agreed state, or -1 if no rank has any state.
+        generation: generation, or -1 if no rank has any state.
         before: each rank's number in the agreed state, or None without valid state.
-        updates: number of updates after all ranks have finished their step.
-        leader: first rank that has finished its step, whose hyperparameters are used.
+        updates: number of updates after all ranks finish their step.
+        leader: first rank that finished its step, whose hyperparameters are used.
     """
 
     generation: int
@@ -118,20 +118,20 @@ class AgreedState:
 
 
 def meet(standings: Sequence[RankStates | None], before: Sequence[int | None]) -> AgreedState:
-    """Agree on the state of the model. The function is pure, and its arguments are equal on all ranks.
+    """Agree on the model's state. The function is pure, and its arguments are equal on all ranks.
 
     Args:
-        standings: states of each new rank, or None if the rank never had any state.
-        before: number of each new rank in the previous world, or None for a newcomer.
+        standings: each rank's states, or None without any.
+        before: each rank's previous number, or None for a newcomer.
 
     Raises:
-        ValueError: `before` does not match the ranks, or gives a rank another rank's number.
+        ValueError: `before` does not match the ranks.
     """
     if len(before) != len(standings):
         raise ValueError(
             f"move: `before` has {len(before)} numbers for {len(standings)} ranks: give one number per rank"
         )
-    # Check `before` against the numbers that ranks have had.
+    # Check `before` against the ranks' earlier numbers.
     old_ranks = [old for old in before if old is not None]
     if len(set(old_ranks)) != len(old_ranks):
         raise ValueError(f"move: `before` is {list(before)}: two ranks cannot both have been rank {_twice(old_ranks)}")
@@ -147,11 +147,11 @@ def meet(standings: Sequence[RankStates | None], before: Sequence[int | None]) -
                 "give the last number"
             )
     alive = {new: standing for new, standing in enumerate(standings) if standing and before[new] is not None}
-    # A rank switches to new state only after all ranks have received it.
+    # A rank switches to new state only after all ranks have it.
     newest = max((standing.held.place.generation for standing in alive.values()), default=-1)
     states = {new: state for new, standing in alive.items() if (state := standing.of(newest))}
-    # done: ranks with all updates. last: ranks without the last update, but with all its gradients,
-    # so that they can still finish it. All other ranks count as new.
+    # done: ranks with all updates. last: ranks without the last update, but with all its
+    # gradients to finish it. All others count as new.
     updates = max((state.progress.updates for state in states.values()), default=0)
     done = {new: state for new, state in states.items() if state.progress.updates == updates}
     last = {new: s for new, s in states.items() if s.progress.updates == updates - 1 and s.progress.gathered}

@@ -1,8 +1,8 @@
 """Movement of weights and optimizer state from one home to another.
 
-`ir.link.move` links each bucket's old and new layout. The whole state, in bucket order, is divided into windows of at
-most CHUNK bytes. For each window, a rank sends one message to every other rank. The old state stays unchanged until the
-new state is complete.
+`ir.link.move` links each bucket's old and new layout. The state, in bucket order, is divided into windows of at most
+CHUNK bytes; for each window, a rank sends one message to every other rank. The old state stays unchanged until the new
+state is complete.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ AHEAD = 2
 
 _WEIGHT = ""
 
-# For each parameter, the dtype of its weight (named "") and of each optimizer state.
+# Dtypes of each parameter's weight (named "") and optimizer states
 Columns = Mapping[str, Mapping[str, torch.dtype]]
 Intervals = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, eq=False)
 class OwnedState:
-    """Weights and optimizer state of one rank.
+    """One rank's weights and optimizer state.
 
     Attributes:
-        states: by parameter and optimizer state's name, a 1-D tensor of this rank's part, or another value.
+        states: by parameter and state name, a 1-D tensor of this rank's part, or another value.
     """
 
     home: HomeState
@@ -48,7 +48,6 @@ class OwnedState:
 
     @staticmethod
     def of(home: HomeState, optimizer: torch.optim.Optimizer | None) -> OwnedState:
-        """Return the current state without copying tensors."""
         if optimizer is None:
             return OwnedState(home, {})
         return OwnedState(home, {name: optimizer.state.get(p, {}) for name, p in home.parameters.items()})
@@ -71,7 +70,6 @@ class OwnedState:
         return OwnedState(home, states)
 
     def tensors(self, parameter: str) -> dict[str, Tensor]:
-        """Return a parameter's optimizer states that have a value per element."""
         states = self.states.get(parameter, {})
         return {name: value for name, value in states.items() if isinstance(value, Tensor) and value.dim()}
 
@@ -85,7 +83,6 @@ class OwnedState:
         return columns
 
     def column(self, parameter: str, state: str) -> Tensor:
-        """Return this rank's part of a column, as a 1-D tensor."""
         if state == _WEIGHT:
             return self.home.parameters[parameter].detach()
         column: Tensor = self.states[parameter][state]
@@ -93,21 +90,15 @@ class OwnedState:
 
 
 def named(columns: Columns) -> dict[str, dict[str, str]]:
-    """Return the columns as plain data, with dtypes as names."""
     return {name: {c: str(d).removeprefix("torch.") for c, d in kinds.items()} for name, kinds in columns.items()}
 
 
 def dtypes(kinds: Mapping[str, str]) -> dict[str, torch.dtype]:
-    """Convert one parameter's columns back from the result of `named`."""
     return {column: getattr(torch, name) for column, name in kinds.items()}
 
 
 def agreed_columns(ranks: Sequence[Columns]) -> Columns:
-    """Merge the columns that ranks report for their parts of parameters.
-
-    Raises:
-        ValueError: two ranks disagree on a parameter.
-    """
+    """Merge the columns that ranks report for their parameters; raise a ValueError if ranks disagree."""
     columns: dict[str, Mapping[str, torch.dtype]] = {}
     for rank, rank_columns in enumerate(ranks):
         for name, there in rank_columns.items():
@@ -121,7 +112,7 @@ def agreed_columns(ranks: Sequence[Columns]) -> Columns:
 
 @dataclass(frozen=True)
 class MovedPart:
-    """Elements of one parameter that move between two ranks or stay, with offsets in the bucket's shards."""
+    """Elements of a parameter that move between ranks or stay, with offsets in the shards."""
 
     src: int
     dst: int
@@ -131,7 +122,6 @@ class MovedPart:
     size: int
 
     def views(self, state: OwnedState, at: int, columns: Columns) -> list[Tensor]:
-        """Return each column's elements in a state; `at` is `src_at` or `dst_at`."""
         first = at - state.home.pieces[self.parameter].at
         tensors = (state.column(self.parameter, column) for column in columns[self.parameter])
         return [column[first : first + self.size] for column in tensors]
@@ -142,7 +132,7 @@ class Route:
     """Route of state from one home to another, equal on all ranks.
 
     Attributes:
-        source: current owners of each bucket, in this world's rank numbers.
+        source: current owners of each bucket, in this world's numbers.
     """
 
     buckets: Sequence[Bucket]
@@ -156,11 +146,10 @@ class Route:
         return {name: list(zip(lo.tolist(), hi.tolist(), strict=True)) for name, (lo, hi) in gaps.items() if len(lo)}
 
     def width(self, parameter: str) -> int:
-        """Return the total bytes of one element of a parameter over all columns."""
         return sum(dtype.itemsize for dtype in self.columns.get(parameter, {}).values())
 
     def windows(self, chunk: int) -> Iterator[dict[str, tuple[int, int]]]:
-        """Yield windows of the whole state with at most `chunk` bytes, as intervals by bucket."""
+        """Yield windows of at most `chunk` bytes, as intervals by bucket."""
         window: dict[str, tuple[int, int]] = {}
         room = chunk
         for bucket in self.buckets:
@@ -169,7 +158,7 @@ class Route:
                 width = self.width(parameter.name)
                 end = lo + parameter.size
                 while lo < end:
-                    # A window has at least one element, even if the element is wider than `chunk`.
+                    # A window has at least one element, even one wider than `chunk`.
                     if room < width:
                         yield window
                         window = {}
@@ -196,7 +185,7 @@ class Route:
 
 
 def _held(source: Layout, lo: int, hi: int) -> tuple[Ints, Ints]:
-    # The intervals between the lost ones: from 0 to the first lost one, and so on to the end.
+    # Intervals between lost ones: from 0 to the first, and so on to the end.
     begin, end = source.missing
     starts = np.concatenate((np.zeros(1, np.int64), end)).clip(lo, hi)
     ends = np.append(begin, source.size).clip(lo, hi)
@@ -212,10 +201,10 @@ class _UnderWay:
 
 @dataclass(eq=False)
 class StateTransfer:
-    """Transfer of columns to new owners. All ranks transfer the same windows in the same order, and must finish.
+    """Transfer of columns to new owners; all ranks transfer the same windows in order, and must finish.
 
     Args:
-        old: this rank's state, which must not change before the transfer is finished.
+        old: this rank's state, unchanged until the transfer is finished.
     """
 
     route: Route
@@ -252,8 +241,8 @@ class StateTransfer:
         route, world = self.route, self.groups.world
         rank, columns, old = world.rank, route.columns, self.old
         parts = list(route.parts(window, rank))
-        # The message is ordered by peer. Both ends have a peer's parts in the same order, because
-        # `parts` yields them in one order, and sorting is stable.
+        # Messages are ordered by peer. Both ends have a peer's parts in the order of `parts`, because
+        # sorting is stable.
         leaving = sorted((p for p in parts if p.src == rank != p.dst), key=lambda part: part.dst)
         arriving = sorted((p for p in parts if p.dst == rank != p.src), key=lambda part: part.src)
         sent, received = [0] * world.ranks, [0] * world.ranks

@@ -1,7 +1,7 @@
-"""Queues of work on one device, one per stream of a RankProgram, and marks that order the queues.
+"""Queues of work on one device, one per stream of a RankProgram, and marks that order them.
 
-On a CPU, an operation is complete when its call returns, and the host waits for communication. On CUDA, the host only
-queues work, and marks are events for which other streams wait.
+On a CPU, operations end when calls return, and the host waits for communication. On CUDA, the host queues work, and
+marks are events for which streams wait.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Reading = Any
 
 
 class Clock:
-    """Clock that measures when the current queue reaches a point; without a queue, the host's clock."""
+    """Clock of the current queue's progress; without a queue, the host's clock."""
 
     def now(self) -> Reading:
         """Return a reading, which `seconds` converts."""
         return time.perf_counter()
 
     def seconds(self, reading: Reading) -> float:
-        """Convert a reading to the scale of `time.perf_counter`; the queues must have finished."""
+        """Convert a reading to `time.perf_counter`'s scale; the queues must have finished."""
         return float(reading)
 
 
@@ -48,7 +48,7 @@ class CudaClock(Clock):
 
 
 class DeviceStreams:
-    """A device's queues. This class is for a CPU without queues, so most methods do nothing.
+    """A device's queues; on a CPU, most methods do nothing.
 
     Attributes:
         queued: whether waits for communication are queued; if not, the host waits.
@@ -57,11 +57,11 @@ class DeviceStreams:
     queued = False
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Queue the calls of this context on a stream; other calls are queued on `Stream.COMPUTE`."""
+        """Queue this context's calls on a stream; other calls are on `Stream.COMPUTE`."""
         return nullcontext()
 
     def beside(self) -> AbstractContextManager[None]:
-        """Queue the calls of this context on a separate stream, which runs no instructions."""
+        """Queue this context's calls on a stream without instructions."""
         return nullcontext()
 
     def mark(self) -> Mark:
@@ -69,7 +69,7 @@ class DeviceStreams:
         return None
 
     def wait(self, mark: Mark) -> None:
-        """Make later work of the current queue wait for a mark."""
+        """Make the current queue's later work wait for a mark."""
 
     def passed(self, mark: Mark) -> bool:
         """Return whether a queue has reached its mark."""
@@ -79,7 +79,7 @@ class DeviceStreams:
         """Make the host wait until a mark is reached."""
 
     def hold(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory until the current queue reaches this point, even if the tensor is dropped."""
+        """Keep a dropped tensor's memory until the current queue reaches this point."""
 
     def finish(self) -> None:
         """Wait for all queues."""
@@ -93,13 +93,13 @@ class CudaStreams(DeviceStreams):
     """Streams of a GPU; computation runs on the current stream.
 
     Args:
-        queued: whether communication is queued (NCCL or a single rank); with gloo, the host waits.
+        queued: false with gloo, where the host waits for communication.
     """
 
     def __init__(self, device: torch.device, queued: bool) -> None:
         self.queued = queued
         self._device = device
-        # High priority, because other ranks wait for messages.
+        # High priority: other ranks wait for messages.
         self._streams = {s: torch.cuda.Stream(device, priority=-1) for s in Stream if s is not Stream.COMPUTE}
         self._beside = torch.cuda.Stream(device)
 

@@ -1,4 +1,4 @@
-"""Supported optimizers: each is elementwise, so that every rank can update its own flat shard."""
+"""Supported optimizers: elementwise ones, so that every rank can update its own flat shard."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def call_factory(factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]
     """Return the optimizer that a user's function creates for flat tensors.
 
     Raises:
-        Unsupported: an optimizer that is not elementwise rejects flat tensors (Muon, LBFGS).
+        Unsupported: the optimizer rejects flat tensors (Muon, LBFGS).
     """
     try:
         made = factory(named)
@@ -57,9 +57,9 @@ def call_factory(factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]
 
 
 def state_bytes(factory: OptimizerFactory, names: Sequence[str], dtype: torch.dtype) -> int:
-    """Return the state's bytes per element: fp32 weight, optimizer state and, for `hydragraph.AdamW`, 16-bit copy."""
-    # Take a step with two elements per parameter. States of two elements are per element; step
-    # counts, for example, are not.
+    """Return the bytes per element of fp32 weight, optimizer state and `hydragraph.AdamW`'s 16-bit copy."""
+    # After a step with two elements per parameter, states of two elements are per element; step
+    # counts are not.
     named = [(name, nn.Parameter(torch.ones(2))) for name in names]
     for _, parameter in named:
         parameter.grad = torch.ones(2)
@@ -72,7 +72,7 @@ def state_bytes(factory: OptimizerFactory, names: Sequence[str], dtype: torch.dt
 
 
 def _constructed(error: Exception) -> type[torch.optim.Optimizer] | None:
-    # If the factory failed in an optimizer's __init__, a frame of the traceback has the optimizer.
+    # If an optimizer's __init__ failed, a frame of the traceback has it.
     for frame, _ in traceback.walk_tb(error.__traceback__):
         built = frame.f_locals.get("self")
         if isinstance(built, torch.optim.Optimizer):
@@ -153,7 +153,7 @@ def _inside(step: Any) -> Any:
 
 
 def _is_torch(function: Any) -> bool:
-    # `__module__` is unreliable, because functools.wraps copies it.
+    # `__module__` is unreliable: functools.wraps copies it.
     return str(getattr(function, "__globals__", {}).get("__name__")).startswith("torch.")
 
 

@@ -1,4 +1,4 @@
-"""Kernel statistics of a thread: seconds running, and seconds waiting for its core, without stops by CPU quotas."""
+"""A thread's seconds running and waiting for its core, without stops by CPU quotas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from hydragraph.runtime.control_groups import throttled_seconds
 
-# The file contains nanoseconds run, nanoseconds queued, and the number of time slices.
+# Nanoseconds run, nanoseconds queued, and number of time slices
 _PATH = "/proc/thread-self/schedstat"
 _NOTED_S = 1e-3
 
@@ -25,7 +25,7 @@ class ThreadTimes:
         self._others = 0.0
 
     def __call__(self) -> tuple[float, float]:
-        """Return the thread's total seconds running and queued, or zeros if unknown."""
+        """Return total seconds running and queued, or zeros if unknown."""
         if threading.get_ident() != self._thread:
             self._open()
         if self._file < 0:
@@ -33,8 +33,8 @@ class ThreadTimes:
         ran, queued = self._read()
         waited = queued - self._queued
         self._queued = queued
-        # The kernel also counts stops by CPU quotas as waits. The file with their times is
-        # read only after noticeable waits, because reading takes time.
+        # The kernel counts stops by CPU quotas as waits. Reading their times is slow,
+        # so do it only after noticeable waits.
         if waited > _NOTED_S:
             throttled = throttled_seconds()
             waited = max(0.0, waited - (throttled - self._throttled))
@@ -54,7 +54,7 @@ class ThreadTimes:
         ran, queued, _ = os.pread(self._file, 64, 0).split()
         return int(ran) / 1e9, int(queued) / 1e9
 
-    # When the interpreter exits, the module `os` may already be gone.
+    # At interpreter exit, the module `os` may be gone.
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self._file >= 0:
             close(self._file)

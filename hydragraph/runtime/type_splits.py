@@ -22,7 +22,6 @@ def split_types(
         for rank, node in enumerate(nodes):
             if types[rank] == type_:
                 of_node.setdefault(node, []).append([rank])
-        # First group the ranks of each node, then groups of different nodes.
         alike = [group for ranks in of_node.values() for group in _grouped(ranks, seconds, errors, WITHIN_NODE)]
         fastest, *slower = _grouped(alike, seconds, errors, BETWEEN_NODES)
         for group in slower:
