@@ -1,1 +1,1 @@
-"""Checkpoints of a run, in one directory or as pieces in several places, and pretrained models (`weights/`)."""
+"""Checkpoints of a run, in one directory or in pieces, and pretrained models."""

@@ -1,7 +1,7 @@
 """Checkpoints written by a background thread during training.
 
-Training waits only while this rank's shards are copied to CPU memory (12 bytes per owned parameter with Adam).
-Python waits for the writing thread before a normal exit, because the thread is not a daemon.
+Training waits only while this rank's shards are copied to CPU memory (12 bytes per owned parameter with Adam). Before a
+normal exit, Python waits for the writing thread, which is not a daemon.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save has failed on this rank and its error has not been raised yet."""
+        """Whether a save has failed and its error has not been raised yet."""
         return self._error is not None
 
     def start(
@@ -49,22 +49,21 @@ class Saver:
         extra: Mapping[str, Any],
         groups: Groups,
     ) -> None:
-        """Wait for an earlier save, copy the state and start writing; see `save_and_load.save` for the arguments."""
+        """Wait for an earlier save, copy the state and start writing."""
         self.wait()
         if self._groups is None:
-            # The thread needs its own communicators: in shared ones, its
-            # messages could meet those of a step.
+            # In shared communicators, the thread's messages could meet those of a step.
             world = replace(self._world, backend="gloo")
             self._groups = Groups(world, self._timeout)
         prepared = save_and_load.prepare(path, home, optimizer, extra, groups)
         with removed_after_error(prepared.scratch, self._world.rank):
-            # Copy before returning, because the next update changes the state.
+            # Copy now, because the next update changes the state.
             copied = together_own(groups, prepared.what, prepared.snapshot)
         self._thread = threading.Thread(target=self._write, args=(copied, self._groups), name="hydragraph-save")
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the last save is complete; if it failed, raise its error once."""
+        """Wait for the last save; if it failed, raise its error once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -84,7 +83,7 @@ class Saver:
     def _write(self, prepared: save_and_load.PendingCheckpoint, groups: Groups) -> None:
         try:
             if self._world.device.type == "cuda":
-                # DCP's writer uses the current GPU of its thread, which is GPU 0 by default.
+                # DCP's writer uses its thread's current GPU, by default GPU 0.
                 torch.cuda.set_device(self._world.device)
             with self._world.calling(prepared.what):
                 save_and_load.write(prepared, groups)

@@ -30,8 +30,6 @@ from hydragraph.runtime.shard_boxes import OwnedBoxes
 
 
 class ShardedSave(DefaultSavePlanner):
-    """Planner that writes the boxes of `OwnedBoxes` values."""
-
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
@@ -48,8 +46,6 @@ class ShardedSave(DefaultSavePlanner):
 
 
 class ShardedLoad(DefaultLoadPlanner):
-    """Planner that fills the boxes of `OwnedBoxes` values from stored tensors."""
-
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:

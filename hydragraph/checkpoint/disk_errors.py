@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Number of bytes that `refusal` writes; a disk with less free space counts as full
+# Bytes that `refusal` writes; a disk with less free space counts as full
 _PROBE = 4 << 20
 
 
@@ -16,7 +16,7 @@ _PROBE = 4 << 20
 def file_errors(directory: Path, shown: Path) -> Iterator[None]:
     """Convert write errors in a `with` block to an OSError with the cause and the path `shown`.
 
-    On a full disk, PyTorch's C++ writer raises RuntimeError("... inline_container.cc ... unexpected pos").
+    On a full disk, PyTorch's writer raises RuntimeError("... inline_container.cc ... unexpected pos").
     """
     try:
         yield
@@ -33,7 +33,7 @@ def file_errors(directory: Path, shown: Path) -> Iterator[None]:
 
 
 def refusal(directory: Path) -> OSError | None:
-    """Write a test file to a directory, and return the error, if any."""
+    """Write a test file to a directory; return the error, if any."""
     path = directory / f".probe.{os.getpid()}"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -41,7 +41,7 @@ def refusal(directory: Path) -> OSError | None:
         return error
     try:
         left = _PROBE
-        # If the disk fills up, `write` returns a smaller count
+        # On a full disk, `write` returns a smaller count
         while left:
             left -= os.write(descriptor, bytes(left))
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The non-tensor entry of a checkpoint: the caller's `extra` data and the optimizer's unsharded state."""
+"""A checkpoint's non-tensor entry: the caller's `extra` data and the optimizer's unsharded state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hydragraph.checkpoint.optimizer_state import UnshardedState, merged
 
 
 def packed(extra: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
-    """Serialize `extra`, and the ranks' `parts` of the optimizer's unsharded state."""
     for name, value in extra.items():
         encoded(f"extra[{name!r}]", value)
     states = [UnshardedState(**fields) for part in parts if (fields := decoded(part)) is not None]
@@ -33,5 +32,5 @@ def encoded(what: str, value: object) -> bytes:
 
 
 def decoded(data: bytes) -> Any:
-    """Deserialize the result of `encoded`, without running code from the data."""
+    """Deserialize the result of `encoded` without running code from it."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

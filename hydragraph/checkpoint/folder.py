@@ -29,7 +29,7 @@ def step_name(step: int) -> str:
 
 
 def complete(directory: PathLike) -> list[tuple[int, Path]]:
-    """List the complete checkpoints `step-N` of a directory as (N, path), ascending."""
+    """List a directory's complete checkpoints `step-N` as (N, path), ascending."""
     folder = Path(directory)
     paths = folder.iterdir() if folder.is_dir() else ()
     named = [(match, path) for path in paths if (match := _STEP.fullmatch(path.name))]
@@ -37,14 +37,13 @@ def complete(directory: PathLike) -> list[tuple[int, Path]]:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint so that it is ignored; return its new path."""
     return path.rename(path.with_name(f"{path.name}.{why}-{uuid.uuid4().hex[:8]}"))
 
 
 def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
-    """Delete leftovers of crashed saves, and all complete checkpoints except the `keep` newest and step `spared`.
+    """Delete leftovers of crashed saves, and complete checkpoints except the `keep` newest and step `spared`.
 
-    Only one rank may call this, while no other rank uses the directory.
+    Only one rank may call this, while no other uses the directory.
     """
     if keep < 1:
         raise ValueError(f"prune {directory}: keep={keep}: keep at least one checkpoint")
@@ -75,7 +74,6 @@ def make_scratch(path: Path) -> Path:
 
 @contextmanager
 def removed_after_error(scratch: Path, rank: int) -> Iterator[None]:
-    """On rank 0, remove the scratch directory if the block fails."""
     try:
         yield
     except BaseException:
@@ -96,8 +94,8 @@ def commit(path: Path, scratch: Path, manifest: CheckpointManifest) -> None:
             f"checkpoint {path}: rank 0 does not see {', '.join(unseen)}, which other ranks wrote: save to a directory"
             " that all ranks share"
         )
-    # For crashes, the marker comes after all files, and the new name after the marker. If `path`
-    # exists, a crash between the two renames leaves the old checkpoint in `PATH.old-...`.
+    # The marker comes after all files, and the new name last. If `path` exists, a crash between
+    # the renames leaves the old checkpoint in `PATH.old-...`.
     write_whole(scratch / MARKER, json.dumps(asdict(manifest), indent=1))
     _sync(scratch)
     if path.exists():

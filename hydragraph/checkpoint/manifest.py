@@ -1,4 +1,4 @@
-"""Manifest `complete.json`, which marks a directory as a complete checkpoint."""
+"""Manifest `complete.json`, which marks a complete checkpoint."""
 
 from __future__ import annotations
 
@@ -36,11 +36,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """Contents of `complete.json`.
-
-    Attributes:
-        optimizer: class name; None if only weights were saved.
-    """
+    """Contents of `complete.json`; `optimizer` is the class's name, or None if only weights were saved."""
 
     format: int
     versions: dict[str, str]
@@ -51,11 +47,11 @@ class CheckpointManifest:
 
 
 def read_manifest(path: Path) -> CheckpointManifest:
-    """Read the manifest of a complete checkpoint.
+    """Read a complete checkpoint's manifest.
 
     Raises:
         Damaged: the manifest cannot be read.
-        ValueError: the directory has no manifest, or the format is not supported.
+        ValueError: the manifest is missing, or its format is not supported.
     """
     if not (path / MARKER).is_file():
         aside = [str(p) for p in sorted(path.parent.glob(f"{path.name}.old-*")) if (p / MARKER).is_file()]
@@ -83,7 +79,6 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a checkpoint's files exist and have the right sizes."""
     try:
         files = read_manifest(path).files
         return all((path / name).stat().st_size == file.bytes for name, file in files.items())
@@ -94,9 +89,8 @@ def is_whole(path: Path) -> bool:
 def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
     """Check the hashes of files, divided among the ranks that share a copy (`sharing`).
 
-    If a file has changed, all ranks raise Damaged.
+    If a hash differs, all ranks raise Damaged.
     """
-    # Ranks that share a copy of the directory each hash a part of its files.
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
     by_rank = together(groups, what, lambda: [text for n in mine if (text := damage(path / n, manifest.files[n]))])
     damages = [text for part in by_rank for text in part]

@@ -24,8 +24,6 @@ _NAMED = frozenset({("torch", "Size"), ("torch.serialization", "_get_layout"), (
 
 
 class CheckpointReader(FileSystemReader):
-    """Reader of a checkpoint that consists of `files`."""
-
     def __init__(self, path: Path, files: Collection[str]) -> None:
         super().__init__(path)
         self._files = files

@@ -1,4 +1,4 @@
-"""Optimizer state in a checkpoint, sharded and unsharded."""
+"""Optimizer state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class UnshardedState:
     """Unsharded part of an optimizer's state.
 
     Attributes:
-        scalars: values by parameter name and state name, for parameters of which the rank owns at least a part.
+        scalars: values by parameter name and state name, for parameters that this rank owns at least in part.
     """
 
     groups: list[list[str]]
@@ -81,7 +81,7 @@ def allocated(metadata: Metadata, home: HomeState) -> dict[str, dict[str, Tensor
 
 
 def check_groups(what: str, home: HomeState, optimizer: torch.optim.Optimizer, plain: UnshardedState) -> None:
-    """Check that an optimizer has the saved parameter groups, and refuse saved settings that it does not support."""
+    """Refuse parameter groups other than the saved ones, and saved settings that the optimizer does not support."""
     groups = _group_names(home, optimizer)
     if [sorted(names) for names in groups] != [sorted(names) for names in plain.groups]:
         moved = _places(groups).items() ^ _places(plain.groups).items()
@@ -101,14 +101,10 @@ def restore(
     plain: UnshardedState,
     states: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Restore state into this rank's optimizer, in place.
-
-    Args:
-        states: 1-D tensors of this rank's elements, by parameter and state name.
-    """
+    """Restore state into this rank's optimizer, in place; `states` has 1-D tensors by parameter and state name."""
     check_groups(what, home, optimizer, plain)
     groups = _group_names(home, optimizer)
-    # Parameters that the optimizer has never stepped have no state, and must not get an empty one.
+    # Parameters never stepped have no state, and must not get an empty one.
     stepped = {name for name in home.pieces if states.get(name) or plain.scalars.get(name)}
     optimizer.load_state_dict(
         {

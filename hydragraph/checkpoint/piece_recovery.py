@@ -1,4 +1,4 @@
-"""Recovery from a checkpoint in pieces; the nearest place that has a piece is read.
+"""Recovery from a checkpoint in pieces; each piece is read from the nearest place that has it.
 
 Each rank's threads read the pieces that only this rank needs. Meanwhile, ranks exchange shared pieces, a bounded number
 of bytes at a time.
@@ -31,18 +31,14 @@ from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, dtypes
 _LOG = logging.getLogger(__name__)
 
 _WHAT = "read checkpoint pieces"
-# Number of windows (lists of reads) that are read in advance
+# Number of windows (lists of reads) read in advance
 _AHEAD = 3
 _READERS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class RecoveryResult:
-    """Result of a recovery on one rank.
-
-    Attributes:
-        read: bytes read from each tier.
-    """
+    """Result of a recovery on one rank; `read` has the bytes read from each tier."""
 
     kept: StoredCheckpoint
     state: OwnedState
@@ -81,7 +77,7 @@ class Recovery:
     optimizer: str | None = None
 
     def run(self) -> RecoveryResult | None:
-        """Complete pending writes and read pieces; must be called on all ranks.
+        """Complete pending writes and read pieces (collective call).
 
         Raises:
             ValueError: on all ranks, if the newest checkpoint is of another model or optimizer, or if no checkpoint is
@@ -90,8 +86,8 @@ class Recovery:
         pieces = self.pieces
         pieces.join()
         while True:
-            # An unreadable piece is remembered, and the next round uses another copy or an earlier
-            # checkpoint. An error without a new unreadable piece would recur, so it is raised.
+            # An unreadable piece is remembered, so the next round uses another copy or an earlier
+            # checkpoint. An error without a new one would recur, so it is raised.
             unreadable_before = len(pieces.unreadable)
             try:
                 newest = self._newest()
@@ -118,7 +114,7 @@ class Recovery:
             )
         current = set(self.groups.gather(self.pieces.series))
         refusals = []
-        # Another run may have written newer pieces to the same store, so current series come first.
+        # Current series come first, because another run may have written newer pieces here.
         for kept in sorted(there, key=lambda kept: (kept.series in current, kept), reverse=True):
             if self.least is not None and kept.step < self.least:
                 return None
@@ -146,8 +142,7 @@ class Recovery:
         state = OwnedState.empty(self.home, columns)
         buckets = {bucket.name: bucket for bucket in self.buckets}
         reading = _PieceReader(self.pieces, found.kept, buckets, columns, state)
-        # mine: reads whose only receiver is the reader; they need no message,
-        #   so threads finish them alone
+        # mine: reads whose only receiver is the reader; threads finish them without messages
         mine = [fetch for fetch in found.plan if fetch.receivers == (fetch.reader,)]
         shared = [fetch for fetch in found.plan if fetch.receivers != (fetch.reader,)]
         with ThreadPoolExecutor(len(StorageTier) * _READERS, thread_name_prefix="hydragraph-read") as threads:
@@ -161,8 +156,8 @@ class Recovery:
             ]
             received = 0
             windows = [*_windows(reading, shared, self.chunk // (_AHEAD + 1))]
-            # All ranks exchange the same windows in the same order. A few windows are read ahead,
-            # so that reading and sending overlap within `chunk` bytes.
+            # All ranks exchange the same windows in order. Some are read ahead, so that reading and
+            # sending overlap within `chunk` bytes.
             begun = [_begin(reading, window, rank, threads) for window in windows[:_AHEAD]]
             for number, window in enumerate(windows):
                 data = together_own(groups, _WHAT, partial(_results, begun.pop(0)))
@@ -200,9 +195,9 @@ class Recovery:
         def listed() -> dict[StoredCheckpoint, dict[PiecePlace, list[StatePiece]]]:
             by_checkpoint: dict[StoredCheckpoint, dict[PiecePlace, list[StatePiece]]] = {}
             for tier, ranks in reach.items():
-                # The lowest rank with access to the place lists the pieces.
+                # The lowest rank that reaches the place lists its pieces.
                 if tier in pieces.shelves and min(ranks) == rank:
-                    # Pieces that any of these ranks could not read are left out for all of them.
+                    # Pieces that any of these ranks could not read are left out.
                     without = set().union(*(hosts[sharer][2] for sharer in ranks))
                     try:
                         held = pieces.held(tier)
@@ -265,7 +260,6 @@ class _PieceReader:
         return sum((hi - lo) * dtype.itemsize for _, lo, hi, _, dtype in self.spans(fetch))
 
     def read(self, fetch: PieceRead) -> Tensor:
-        """Return a fetch's bytes as a 1-D CPU tensor."""
         piece = fetch.piece
         whole = (fetch.lo, fetch.hi) == (piece.lo, piece.hi)
         try:
@@ -323,8 +317,8 @@ def _exchange(
     reading: _PieceReader, window: Sequence[PieceRead], data: Mapping[PieceRead, Tensor], groups: Groups
 ) -> int:
     rank, ranks, device = groups.world.rank, groups.world.ranks, groups.world.device
-    # leaving[peer]: bytes of reads for a peer; arriving[peer]: reads that come from it; both in the
-    #   order of the window, so that sizes match
+    # leaving[peer]: bytes of reads for a peer; arriving[peer]: reads from it; both in the
+    #   window's order, so that sizes match
     leaving = [
         [data[f] for f in window if f.reader == rank and peer in f.receivers and peer != rank] for peer in range(ranks)
     ]

@@ -2,12 +2,12 @@
 
     nearest place         readers of a piece, for each node that needs it
     memory of the node    each rank that has and needs it; for other ranks, one rank that has it
-    disk of the node      one rank of the node that needs it
+    disk of the node      one rank that needs it
     another node          one rank of that node, from memory before disk
-    only the store        one rank of the node that needs it
+    only the store        one rank that needs it
 
-The reader sends the piece to the node's other ranks that need it. Among equally near ranks, the rank with the least to
-read is chosen.
+The reader sends the piece to the node's other ranks that need it. Of equally near ranks, the one with the least to read
+is chosen.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from hydragraph.ir.layout import Layout
 
 
 class StorageTier(IntEnum):
-    """Kinds of places that hold pieces, from near to far."""
-
     MEMORY = 0
     DISK = 1
     STORE = 2
@@ -39,19 +37,13 @@ class StatePiece:
 
 @dataclass(frozen=True)
 class PiecePlace:
-    """A place that holds pieces, and the ranks that can read it."""
-
     tier: StorageTier
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class PieceRead:
-    """A read of elements [lo, hi) of a bucket.
-
-    Attributes:
-        receivers: ranks that need the elements, ascending.
-    """
+    """A read of elements [lo, hi) of a bucket, which the ranks `receivers` (ascending) need."""
 
     reader: int
     tier: StorageTier
@@ -73,8 +65,8 @@ def fetch_plan(
     Returns:
         Reads in order of buckets and elements; a rank receives each element once.
     """
-    # load: elements that each rank reads; places: piece -> places that hold
-    #   it; by_bucket: sorted pieces
+    # load: elements that each rank reads; places: piece -> its places;
+    #   by_bucket: sorted pieces
     load = [0] * len(nodes)
     places: dict[StatePiece, list[PiecePlace]] = {}
     for place, there in held.items():
@@ -88,14 +80,13 @@ def fetch_plan(
     open_at: dict[tuple[object, ...], int] = {}
     for bucket, layout in needed.items():
         pieces = by_bucket.get(bucket, [])
-        # All elements between two marks are in the same pieces, and the same ranks need them.
+        # Elements between two marks are in the same pieces, and the same ranks need them.
         marks = {*layout.lo.tolist(), *layout.hi.tolist(), *(edge for piece in pieces for edge in (piece.lo, piece.hi))}
         for lo, hi in pairwise(sorted(marks)):
             needing = tuple(sorted(set(layout.rank[(layout.lo <= lo) & (hi <= layout.hi)].tolist())))
             having = {piece: places[piece] for piece in pieces if piece.lo <= lo and hi <= piece.hi}
             for fetch in _fetches(having, nodes, load, bucket, lo, hi, needing):
                 load[fetch.reader] += fetch.size
-                # Extend the read that ends at `lo`, if it has the same reader, piece and receivers.
                 key = (fetch.reader, fetch.tier, fetch.piece, fetch.receivers, lo)
                 at = open_at.pop(key, len(plan))
                 if at == len(plan):
@@ -120,12 +111,12 @@ def _fetches(
         for place in places:
             for rank in place.ranks:
                 reach[rank] = min(reach.get(rank, (place.tier, piece)), (place.tier, piece))
-    # For each reader, the ranks that receive its data
+    # reads: reader -> ranks that receive its data
     reads: dict[int, list[int]] = {}
     own = [rank for rank in needing if rank in reach and reach[rank][0] is StorageTier.MEMORY]
     for rank in own:
         reads[rank] = [rank]
-    # Nodes with a copy come first, because they can send the copy to other nodes.
+    # Nodes with a copy come first: they can send it to other nodes.
     left = sorted({nodes[rank] for rank in needing if rank not in own}, key=lambda node: not _on(node, reach, nodes))
     for node in left:
         receivers = [rank for rank in needing if rank not in own and nodes[rank] == node]
@@ -133,15 +124,14 @@ def _fetches(
         def cost(rank: int, node: int = node, receivers: Sequence[int] = receivers) -> tuple[int, ...]:
             tier = reach[rank][0]
             near = nodes[rank] == node
-            # For reads from this node's disk or the store, prefer a rank that needs the data.
+            # From this node's disk or the store, prefer readers that need the data.
             helps = (
                 rank not in receivers
                 if tier is not StorageTier.MEMORY and (near or tier is StorageTier.STORE)
                 else False
             )
-            # The least tuple wins, and False is less than True: avoid the store, then other
-            # nodes, then far places, then readers that do not need the data, then new readers,
-            # then those with more to read.
+            # The least tuple wins, and False < True: avoid the store, then other nodes, far
+            # places, readers without a need, new readers, and readers with more to read.
             return (tier is StorageTier.STORE, not near, tier, helps, rank not in reads, load[rank], rank)
 
         reader = min(reach, key=cost, default=None)

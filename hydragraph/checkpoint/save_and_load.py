@@ -1,10 +1,10 @@
 """Checkpoints of all ranks' weights and optimizer state, which any number of ranks can load.
 
-A checkpoint is a directory in the format of torch.distributed.checkpoint (DCP). The entries are unsharded tensors: each
-parameter under its name, and each elementwise optimizer state under `optimizer.{state}.{parameter}`. Another entry
-holds the hyperparameters, the step counts and the caller's `extra`.
+A checkpoint is a directory in the format of torch.distributed.checkpoint (DCP), with unsharded tensors: each parameter
+under its name, and each elementwise optimizer state under `optimizer.{state}.{parameter}`. Another entry holds
+hyperparameters, step counts and `extra`.
 
-All ranks must call `save` and `load` together; an error on one rank is raised on all ranks.
+All ranks call `save` and `load` together; one rank's error is raised on all.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def save(
     Args:
         path: a directory that all ranks share; replaced only if it is a checkpoint or empty.
         optimizer: None saves only weights.
-        extra: numbers, strings, tensors and containers of these; only rank 0's values are saved.
+        extra: numbers, strings, tensors and containers of these; only rank 0's are saved.
 
     Raises:
         ValueError: on all ranks, if `path` is unsuitable or a value cannot be stored.
@@ -83,8 +83,6 @@ def save(
 
 @dataclass(frozen=True, eq=False)
 class PendingCheckpoint:
-    """One rank's part of a checkpoint to be written."""
-
     path: Path
     scratch: Path
     contents: Mapping[str, OwnedBoxes | bytes]
@@ -103,7 +101,7 @@ class PendingCheckpoint:
 def prepare(
     path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], groups: Groups
 ) -> PendingCheckpoint:
-    """Check that a checkpoint can be saved, and create a scratch directory; see `save` for the arguments.
+    """Check that a checkpoint can be saved, and create a scratch directory.
 
     The result refers to the state, without a copy.
     """
@@ -111,7 +109,7 @@ def prepare(
     path = Path(path)
     path = path.resolve() if path.is_symlink() else path
     rank = groups.world.rank
-    # First, serialize everything that can be refused, before a directory exists.
+    # First, serialize all that can be refused, before a directory exists.
     parts = together(groups, what, lambda: encoded("the optimizer", plain_state(home, optimizer)))
     entry = together_own(groups, what, lambda: packed(extra, parts) if rank == 0 else b"")
     contents = together_own(
@@ -127,14 +125,14 @@ def prepare(
 
 
 def write(prepared: PendingCheckpoint, groups: Groups) -> None:
-    """Write a prepared checkpoint and move it to its path; meanwhile, no other thread may use `groups`."""
+    """Write a checkpoint and move it to its path; meanwhile, no other thread may use `groups`."""
     what = prepared.what
     rank = groups.world.rank
     scratch = prepared.scratch
     began = time.perf_counter()
     with removed_after_error(scratch, rank):
-        # Every rank writes its shards and hashes its own files. The manifest with all hashes comes
-        # last, and the rename makes the checkpoint visible at once.
+        # Each rank writes its shards and hashes its files. The manifest of all hashes comes last;
+        # the rename makes the checkpoint visible at once.
         _write_entries(prepared, groups)
         files = {n: f for part in together(groups, what, lambda: written_files(scratch, rank)) for n, f in part.items()}
         versions = {"hydragraph": __version__, "torch": str(torch.__version__)}
@@ -157,23 +155,23 @@ def load(
     groups: Groups,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint into weights and optimizer. No state changes until all files are checked.
+    """Load a checkpoint into weights and optimizer; no state changes before all files are checked.
 
     Args:
         path: a directory shared by all ranks, or copied to every host.
         optimizer: None loads only weights.
-        buffers: the model's persistent buffers, which saved buffers must match; None accepts any.
+        buffers: persistent buffers, which saved buffers must match; None accepts any.
 
     Returns:
         The saved `extra`, on every rank.
 
     Raises:
-        Damaged: a file is missing or has changed since it was written; other ranks may raise a plain ValueError.
+        Damaged: a file is missing or has changed; other ranks may raise a plain ValueError.
         ValueError: on all ranks, if the checkpoint is missing, incomplete, or of another model or optimizer.
     """
     what = f"load checkpoint {path}"
     path = Path(path)
-    # First, check the files, the model and the optimizer, before any state changes.
+    # First, check files, model and optimizer before any state changes.
     manifest = read_alike(path, groups, what)
     check_files(path, manifest, groups, what, same_copy(path, groups, what))
     stored = (manifest.parameters, manifest.optimizer)
@@ -188,8 +186,8 @@ def load(
     plain = UnshardedState(**entry["optimizer"]) if optimizer is not None else None
     if optimizer is not None and plain is not None:
         together(groups, what, lambda: check_groups(f"checkpoint {path}", home, optimizer, plain))
-    # Second, read into weights and new optimizer states. From here on, an error
-    # leaves weights partly loaded.
+    # Second, read into weights and new optimizer states. From here on, an
+    # error leaves weights partly loaded.
     contents: dict[str, OwnedBoxes | bytes] = {**sharded_weights(home)}
     for name, tensors in states.items():
         contents |= {state_key(state, name): sharded(home.pieces[name], t) for state, t in tensors.items()}
@@ -232,8 +230,8 @@ def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
         with file_errors(prepared.scratch, prepared.path):
             return writer.write_data(planner.finish_plan(plans[groups.world.rank]), planner).wait()
 
-    # DCP's protocol without its own collectives: local plans, one global plan by rank 0, data by
-    # every rank, then the index by rank 0. `together` raises an error of any rank on all ranks.
+    # DCP's protocol without its collectives: local plans, rank 0's global plan, all ranks' data,
+    # then rank 0's index. `together` raises any rank's error on all ranks.
     local = together(groups, what, plan)
     plans, metadata = cast(tuple[list[SavePlan], Metadata], together(groups, what, plan_all)[0])
     results = together(groups, what, write_own)

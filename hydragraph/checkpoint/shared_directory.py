@@ -1,4 +1,4 @@
-"""Checks that all hosts see the same directory at a path."""
+"""Checks that all hosts see the same directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def leave_mark(directory: Path) -> Path:
 
 
 def see(found: Path, what: str, rank: int) -> None:
-    """Raise a ValueError unless this rank sees the file or directory `found`, which rank 0 created."""
     if not found.exists():
         raise ValueError(
             f"{what}: rank {rank} on {socket.gethostname()} does not see what rank 0 writes there: name a directory"
@@ -29,8 +28,8 @@ def see(found: Path, what: str, rank: int) -> None:
 
 
 def read_alike(path: Path, groups: Groups, what: str) -> CheckpointManifest:
-    """Read a checkpoint's manifest, which must be identical on every host."""
-    # If no rank sees the marker, `read_manifest` below explains why.
+    """Read a manifest, which must be identical on every host."""
+    # If no rank sees the marker, `read_manifest` explains why.
     there = together(groups, what, (path / MARKER).is_file)
     if lacking := [rank for rank, is_there in enumerate(there) if is_there < max(there)]:
         raise ValueError(
@@ -47,7 +46,7 @@ def read_alike(path: Path, groups: Groups, what: str) -> CheckpointManifest:
 
 
 def same_copy(path: Path, groups: Groups, what: str) -> tuple[int, ...]:
-    """Return the ranks, ascending, that read the same copy of a checkpoint as this rank."""
+    """Return the ranks, ascending, that read the same copy as this rank."""
     seen = together(groups, what, lambda: _identity(path / MARKER))
     return tuple(rank for rank, identity in enumerate(seen) if identity == seen[groups.world.rank])
 

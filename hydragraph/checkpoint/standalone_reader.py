@@ -1,4 +1,4 @@
-"""Reader of a checkpoint's weights for a single process."""
+"""Reader of a checkpoint's weights for one process."""
 
 from __future__ import annotations
 

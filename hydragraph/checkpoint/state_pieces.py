@@ -64,7 +64,7 @@ class StoredCheckpoint:
 
 
 class PieceStorage(Protocol):
-    """Storage for named files, each of which is either complete or absent."""
+    """Storage for named files; each is either complete or absent."""
 
     def put(self, name: str, data: bytes) -> None: ...
 
@@ -74,10 +74,10 @@ class PieceStorage(Protocol):
     def names(self) -> Iterable[str]: ...
 
     def folders(self) -> Iterable[str]:
-        """List the directories of checkpoints."""
+        """List the checkpoints' directories."""
 
     def drop(self, folder: str) -> None:
-        """Delete the directory of a checkpoint."""
+        """Delete a checkpoint's directory."""
 
 
 @dataclass
@@ -105,8 +105,6 @@ class MemoryStorage:
 
 @dataclass(frozen=True)
 class DiskStorage:
-    """Files in a directory of this node."""
-
     root: Path
 
     def put(self, name: str, data: bytes) -> None:
@@ -133,7 +131,7 @@ class DiskStorage:
 
 
 class StoreStorage:
-    """Files in storage that fsspec supports, below a URL such as "s3://bucket/run"."""
+    """Files that fsspec supports, below a URL such as "s3://bucket/run"."""
 
     def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs
@@ -143,7 +141,7 @@ class StoreStorage:
     def put(self, name: str, data: bytes) -> None:
         path = f"{self._root}/{name}"
         protocols = {self._files.protocol} if isinstance(self._files.protocol, str) else {*self._files.protocol}
-        # Fsspec would make partly written files visible
+        # fsspec would show partly written files
         if "file" in protocols:
             DiskStorage(Path(self._root)).put(name, data)
             return
@@ -185,7 +183,7 @@ class Pieces:
         disk: a directory shared by this node's ranks.
         store: a path or fsspec URL ("s3://bucket/run") for all nodes.
         keep: number of newest checkpoints to keep, always including a complete one.
-        run: name of this run, in lower-case letters and digits. Pieces of other runs are not read, and are eventually
+        run: name of this run, in lower-case letters and digits. Other runs' pieces are not read, and are eventually
             deleted. If `run` is empty, all runs' pieces are read.
     """
 
@@ -228,14 +226,14 @@ class Pieces:
 
     @property
     def busy(self) -> frozenset[StorageTier]:
-        """Places where a checkpoint is still being written."""
+        """Places to which a checkpoint is still being written."""
         if self._preparing is not None and self._preparing.is_alive():
             return frozenset(self.shelves)
         return frozenset(tier for tier, thread in self._writing.items() if thread.is_alive())
 
     @property
     def written(self) -> Mapping[StorageTier, StoredCheckpoint]:
-        """The last checkpoint that this rank wrote to each place."""
+        """This rank's last checkpoint in each place."""
         return dict(self._written)
 
     def put(
@@ -254,14 +252,14 @@ class Pieces:
         Args:
             columns: each parameter's columns and their dtypes.
             without: places to skip because they are `busy` on some rank; must be equal on all ranks.
-            whole: for each place, the last checkpoint that all ranks have written.
-            tidies: whether this rank deletes old checkpoints from the store; one rank is enough.
+            whole: each place's last checkpoint that all ranks have written.
+            tidies: whether this rank deletes the store's old checkpoints; one rank is enough.
         """
         self.last = kept
         self.series = kept.series
         self._whole.update(whole or {})
-        # A busy place skips this checkpoint on all ranks: a checkpoint without some
-        # ranks' pieces would be useless.
+        # Without some ranks' pieces, a checkpoint is useless, so a busy place
+        # skips it on all ranks.
         wholes = {tier: self._whole.get(tier) for tier in self.shelves if tier not in without}
         if wholes:
             parts = copied(state, buckets, columns)
@@ -274,13 +272,13 @@ class Pieces:
             raise errors[0]
 
     def errors(self) -> list[Exception]:
-        """Return the errors of background writes since the last call."""
+        """Return background writes' errors since the last call."""
         errors = self._errors
         self._errors = []
         return errors
 
     def clear(self, store: bool) -> None:
-        """Delete all checkpoints in memory and on disk and, if `store` is true, also in the store."""
+        """Delete all checkpoints in memory and on disk and, if `store` is true, in the store."""
         self.join()
         for tier, shelf in self.shelves.items():
             for folder in shelf.folders() if store or tier is not StorageTier.STORE else ():
@@ -292,7 +290,7 @@ class Pieces:
                     shelf.root.rmdir()
 
     def held(self, tier: StorageTier) -> dict[StoredCheckpoint, list[StatePiece]]:
-        """List this run's pieces in a place, except pieces of checkpoints without `common.pt`."""
+        """List this run's pieces in a place, if their checkpoint has `common.pt`."""
         # name: "step-40.a-9f2c/layer.3/1024-2048.safetensors" -> folder, bucket, file
         by_checkpoint: dict[StoredCheckpoint, list[StatePiece]] = {}
         common: set[StoredCheckpoint] = set()
@@ -313,7 +311,7 @@ class Pieces:
         return self.shelves[tier].get(f"{kept.folder}/{_COMMON}")
 
     def reader(self, tier: StorageTier, kept: StoredCheckpoint, piece: StatePiece, whole: bool) -> PieceFile:
-        """Open a piece; `whole` is true if the caller will read the whole piece."""
+        """Open a piece; `whole` means that the caller will read all of it."""
         return PieceFile(self.shelves[tier], _name(kept, piece), whole)
 
     def join(self) -> None:
@@ -346,8 +344,7 @@ class Pieces:
         files[f"{kept.folder}/{_COMMON}"] = common()
         for tier, whole in wholes.items():
             write = partial(self._write, tier, kept, files, whole, tidies or tier is not StorageTier.STORE)
-            # Memory is written at once; slow places get threads, so that a slow
-            # store does not delay the disk.
+            # Slow places get threads, so that a slow store does not delay the disk.
             if tier is StorageTier.MEMORY:
                 write()
             else:
@@ -363,7 +360,7 @@ class Pieces:
     ) -> None:
         shelf = self.shelves[tier]
         try:
-            # `common.pt` comes last, because `held` skips checkpoints without it.
+            # `common.pt` comes last: `held` skips checkpoints without it.
             for name, data in files.items():
                 shelf.put(name, data)
         except Exception:
@@ -375,8 +372,8 @@ class Pieces:
             return
         there = {folder: checkpoint for folder in shelf.folders() if (checkpoint := StoredCheckpoint.of(folder))}
         earlier = sorted(each for each in there.values() if each.series == kept.series and each.step < kept.step)
-        # keep = 2, `whole` is step 20, and step 40 was just written: steps 20 and 40 stay. Step 10
-        #   is older, and some rank has not written step 30.
+        # keep = 2, `whole` is step 20, step 40 was just written: steps 20 and 40 stay. Step 10 is
+        #   older, and some rank has not written step 30.
         stays = [checkpoint for checkpoint in earlier if checkpoint.step <= whole.step][-max(1, self._keep - 1) :]
         for folder, checkpoint in there.items():
             if checkpoint.series != kept.series or (checkpoint.step < kept.step and checkpoint not in stays):
@@ -430,11 +427,7 @@ class PieceFile:
 
 @dataclass(frozen=True, eq=False)
 class PieceCopy:
-    """Copy of one rank's interval of a bucket.
-
-    Attributes:
-        firsts: index of each parameter's first element in the interval.
-    """
+    """Copy of one rank's interval of a bucket; `firsts` has the index in it of each parameter's first element."""
 
     piece: StatePiece
     tensors: Mapping[str, Tensor]
@@ -457,8 +450,8 @@ def copied(state: OwnedState, buckets: Sequence[Bucket], columns: Columns) -> li
             tensors: dict[str, Tensor] = {}
             firsts: dict[str, int] = {}
             for name, low, high, start in parameters_within(bucket, lo, hi):
-                # [low, high): the parameter's elements within [lo, hi); `start`: the
-                #   parameter's first element, both in the bucket; `begin`: position of `low` in
+                # [low, high): the parameter's elements within [lo, hi); `start`: its
+                #   first element, both in the bucket; `begin`: position of `low` in
                 #   this rank's part of the parameter
                 firsts[name] = low - start
                 begin = at + low - lo - home.pieces[name].at

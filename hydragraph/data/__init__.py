@@ -1,1 +1,1 @@
-"""Conversion of text files to mini-batches of tokens, independent of strategies, ranks and models."""
+"""Conversion of text files to mini-batches of tokens."""

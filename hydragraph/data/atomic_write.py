@@ -1,4 +1,4 @@
-"""Files replaced atomically: completely or not at all."""
+"""Replacement of files: completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path` when the `with` block ends. After an error, `path` is unchanged."""
-    # A rename in one directory is atomic.
+    """Open a new file that replaces `path` at the end of the `with` block, unless an error occurs."""
+    # A rename within a directory is atomic.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with partial.open("xb") as file:
             yield file
-            # Without fsync, a crash after the rename could leave an empty file.
+            # Without fsync, a crash could leave an empty file.
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -27,7 +27,6 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace the contents of a file with `text`, atomically."""
     with whole_file(path) as file:
         file.write(text.encode())
 

@@ -23,7 +23,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# ChatML for tokenizers without <|im_end|>: the end-of-text token replaces END.
+# ChatML for tokenizers without <|im_end|>; end-of-text replaces END.
 _BASE_CHATML = (
     "{% for message in messages %}{{ ('' if loop.first else '\\n') + '<|im_start|>' + message.role + '\\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content + END }}{% endgeneration %}"
@@ -42,7 +42,7 @@ class DocumentEncoder:
 
     Attributes:
         tokenizer: neither truncates nor pads.
-        end: id of the end-of-text token, appended to answers that do not end with a special token.
+        end: end-of-text id, appended to answers without a final special token.
     """
 
     tokenizer: Tokenizer
@@ -56,19 +56,18 @@ class DocumentEncoder:
 
     @cached_property
     def _exact(self) -> Tokenizer:
-        """The tokenizer without its post-processor, which may change character offsets."""
+        """The tokenizer without its post-processor, which may change offsets."""
         exact = Tokenizer.from_str(self.tokenizer.to_str())
         exact.post_processor = None
         return exact
 
     @cached_property
     def begin(self) -> list[int]:
-        # begin: the ids that the post-processor adds before a text, such as "<s>"
+        # begin: ids that the post-processor adds before a text, such as "<s>"
         ids, around = self._ids("a"), self.tokenizer.encode("a").ids
         return next((around[:n] for n in range(len(around)) if around[n : n + len(ids)] == ids), [])
 
     def encode(self, document: Document, place: str) -> EncodedDocument:
-        """Encode the document at `place`, or raise a ValueError."""
         if isinstance(document, str):
             return self.encode_texts([document])[0]
         if isinstance(document, TokenIds):
@@ -84,7 +83,7 @@ class DocumentEncoder:
         return [EncodedDocument(self._ended(self._begun(encoding.ids))) for encoding in encodings]
 
     def turn_end(self) -> int | None:
-        """Return the special token that ends an answer under the chat template, if there is one."""
+        """Return the special token that ends an answer under the chat template, or None."""
         answer = Conversation(({"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}))
         try:
             encoded = self._conversation(answer, "")
@@ -116,7 +115,7 @@ class DocumentEncoder:
     def _completion(self, pair: Completion) -> EncodedDocument:
         prompt = self._begun(self._ids(pair.prompt))
         text = pair.completion
-        # Many tokenizers add a space before a text, so the completion is encoded after other text.
+        # Many tokenizers add a space before a text, so encode the completion after other text.
         answer = _rest(self._begun(self._ids(pair.prompt + text)), prompt) or _rest(
             self._ids("\n" + text), self._ids("\n")
         )
@@ -130,14 +129,14 @@ class DocumentEncoder:
                 "'chatml' or to a template file"
             )
         text, spans = self.template.spans(conversation, place, self._special.values())
-        # The chat template writes the begin and end tokens.
+        # The chat template writes begin and end tokens.
         encoding = self._exact.encode(text, add_special_tokens=False)
         ids: list[int] = encoding.ids
         targets = _within(encoding.offsets, spans)
         if not any(targets):
             raise ValueError(f"{place}: the assistant's text has no tokens: remove the conversation")
         if not text[spans[-1][1] :].strip() and not self._ends(ids):
-            # Drop whitespace after the model's output, and append the end token.
+            # Drop whitespace after the output, and append the end token.
             kept = len(targets) - targets[::-1].index(True)
             ids, targets = [*ids[:kept], self.end], [*targets[:kept], True]
         return EncodedDocument(ids, targets)
@@ -156,14 +155,13 @@ def _rest(ids: list[int], first: list[int]) -> list[int]:
 
 
 def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return whether each token contains a character of any of the ordered, disjoint spans.
-
-    A token without characters counts as the next character.
+    """Return whether each token contains a character of the ordered, disjoint spans; an empty token counts as the
+    next character.
     """
     starts = [start for start, _ in spans]
     within = []
     for begin, end in offsets:
-        # i: last span that starts at or before the token's last character
+        # i: last span that starts at or before the token's last character.
         # spans [(2, 5)], tokens (0, 2), (2, 2), (2, 5), (5, 6): False, True, True, False
         i = bisect_right(starts, max(end - 1, begin)) - 1
         within.append(i >= 0 and begin < spans[i][1])

@@ -18,7 +18,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def suffix_of(path: Path) -> str:
-    """Return a file's lower-case suffix, ignoring compression: ".jsonl" for "a.jsonl.gz"."""
+    """Return a file's lower-case suffix, ".jsonl" for "a.jsonl.gz"."""
     return (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
 
 
@@ -28,7 +28,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
     Raises:
         ValueError: the file is damaged.
-        ImportError: the file is compressed with Zstandard, and pyarrow is not installed.
+        ImportError: pyarrow, needed for Zstandard, is not installed.
     """
     if not is_compressed(path):
         with path.open("rb") as file:

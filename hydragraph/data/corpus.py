@@ -24,7 +24,7 @@ from hydragraph.errors import listed, type_text
 
 @dataclass
 class CorpusReport:
-    """Counts of read and skipped documents, updated by the iterator that `documents` returns."""
+    """Counts of read and skipped documents, updated while `documents` is iterated."""
 
     documents: int = 0
     empty: int = 0
@@ -47,22 +47,21 @@ class CorpusReport:
 
 
 def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> list[Path]:
-    """List a corpus's files, in the order of `paths`; the files of a directory are sorted.
+    """List a corpus's files, in the order of `paths`; a directory's files are sorted.
 
     Args:
-        paths: files and directories. Hidden entries, `__pycache__` and links to directories are skipped. In directories
+        paths: files and directories. Hidden entries, `__pycache__` and links to directories are skipped; of directories
             saved by `datasets`, only Arrow files are listed.
-        suffixes: suffixes of the files to list from directories, such as `(".py", ".md")`. None: all record files
-            (.jsonl, .parquet, ...), without test and validation splits if there are training splits; if a directory
-            has no record files, all text files.
+        suffixes: suffixes of a directory's files, such as `(".py", ".md")`. None: all record files (.jsonl, .parquet,
+            ...), without test and validation splits if there are training splits, or else all text files.
 
     Raises:
-        ValueError: a path or suffix is invalid, paths lead to the same file, or the corpus has no file.
+        ValueError: a path or suffix is invalid, paths lead to the same file, or no file is found.
     """
     for suffix in suffixes or ():
         if not suffix.startswith("."):
             raise ValueError(f"corpus suffix {suffix!r} does not start with a dot: write {'.' + suffix!r}")
-    # reached: absolute path of a file -> the argument that led to it
+    # reached: absolute path of a file -> the argument that led there
     reached: dict[str, Path] = {}
     for root in map(Path, paths):
         for path in _walk(root, suffixes):
@@ -83,7 +82,7 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
 
 @dataclass(frozen=True)
 class PlacedDocument:
-    """A document and its place, such as "chat.jsonl:3" or "table.parquet: row 7"."""
+    """A document and its place, such as "chat.jsonl:3"."""
 
     place: str
     document: Document
@@ -99,17 +98,17 @@ def documents(
     report: CorpusReport | None = None,
     limit: int | None = None,
 ) -> Iterator[PlacedDocument]:
-    """Yield every document of a corpus: a .jsonl line, a row of a table, or any other file as a whole.
+    """Yield every document of a corpus: a .jsonl line, a row of a table, or another file as a whole.
 
-    A pair of answers yields two documents, the preferred answer first. Line ends are kept, and a byte-order mark is
-    removed. Documents that have no text or cannot be decoded are skipped, counted in `report` and logged.
+    A pair of answers yields two documents, the preferred one first. Line ends are kept, and byte-order marks removed.
+    Documents that are empty or cannot be decoded are skipped, counted in `report` and logged.
 
     Args:
         limit: maximum number of records.
 
     Raises:
         ValueError: a path, suffix or file is invalid, or a field is missing.
-        ImportError: the corpus has a table, and pyarrow is not installed.
+        ImportError: pyarrow, needed for tables, is not installed.
     """
     return _logged(files(paths, suffixes), fields, CorpusReport() if report is None else report, limit)
 
@@ -135,12 +134,12 @@ _LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl")
 _LOOKED_AT = 4096
 
 
-# Control characters that text files do not contain
+# Control characters that are not in text files
 _BINARY = re.compile("[\x00-\x07\x0e-\x1a]")
 
 
 def _is_text(start: bytes) -> bool:
-    """Return whether a file that begins with `start` (which may end within a character) may be UTF-8 text."""
+    """Return whether `start`, which may end within a character, may begin a UTF-8 text file."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:
@@ -151,7 +150,7 @@ def _is_text(start: bytes) -> bool:
 
 
 def refuse_other_encodings(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> None:
-    """Raise ValueError for the first file that has text in another encoding than UTF-8."""
+    """Raise a ValueError for the first text file that is not UTF-8."""
     for path in files(paths, suffixes):
         if _has_records(path):
             continue
@@ -162,7 +161,7 @@ def refuse_other_encodings(paths: Sequence[Path], suffixes: tuple[str, ...] | No
 
 
 _LARGEST_START = 1 << 24
-# UTF-32 first, because its mark begins with that of UTF-16
+# UTF-32 first: its mark begins with UTF-16's
 _MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -192,7 +191,7 @@ def _encoded(where: str, path: Path, encoding: str) -> str:
 
 
 def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: FieldNames = PLAIN) -> str:
-    """Hash `fields` and the paths, sizes and modification times of a corpus's files; return 64 hexadecimal digits."""
+    """Return 64 hexadecimal digits for `fields` and the files' paths, sizes and modification times."""
     names = {each.name.removesuffix("_field"): getattr(fields, each.name) for each in fields_of(FieldNames)}
     digest = hashlib.sha256(json.dumps(["corpus", 2, names]).encode())
     for path in files(paths, suffixes):
@@ -214,7 +213,7 @@ def _found_otherwise(path: str) -> str:
     return "correct the path"
 
 
-# Suffixes of files that are refused as paths, and read from directories only if `suffixes` lists them.
+# Suffixes refused as paths, and read from directories only if `suffixes` lists them.
 _NO_TEXTS: dict[str, str] = {
     ".json": "write one JSON object per line to a .jsonl file, or rename the file to .txt to read text",
     ".xlsx": "convert the file to Parquet: pandas.read_excel(...).to_parquet(...)",
@@ -223,9 +222,9 @@ _NO_TEXTS: dict[str, str] = {
 }
 
 
-# Such a file is ignored if all other files of the directory have suffixes in `_NO_TEXTS`.
+# Ignored if all other files of the directory have suffixes in `_NO_TEXTS`.
 _ABOUT = ("README", "LICENSE")
-# Names of splits, as in `datasets`.
+# Splits, as in `datasets`.
 _TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 _EVALUATION = re.compile(r"(?<![a-z])(test(ing)?|val|valid(ation)?|dev|eval(uation)?)(?![a-z])", re.IGNORECASE)
 
@@ -272,11 +271,7 @@ def unread(
     fields: FieldNames = PLAIN,
     template: str | None = None,
 ) -> list[str]:
-    """Return the names of unread fields in the first records of each file.
-
-    Args:
-        template: text of the chat template; message fields named in this text count as read.
-    """
+    """Return the unread fields in each file's first records, except those that the chat template's text names."""
     report = CorpusReport()
     for path in files(paths, suffixes):
         for _, document in islice(_read(path, fields, report) if _has_records(path) else (), _LOOKED_AT_RECORDS):
@@ -362,7 +357,7 @@ def _read(path: Path, fields: FieldNames, report: CorpusReport) -> Iterator[_Fou
 def _read_text(path: Path, report: CorpusReport) -> Iterator[_Found]:
     text: str | None = None
     with suppress(UnicodeDecodeError), opened(path) as file:
-        # Reading in text mode would change line ends
+        # Text mode would change line ends
         text = file.read().decode("utf-8-sig")
     if text is None or _BINARY.search(text):
         report.undecodable.append(str(path))
@@ -385,7 +380,7 @@ def _read_jsonl(
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 record = _parse(text, fields, place)
-                # A lone \ud800 escape is legal JSON, but not Unicode text
+                # A lone \ud800 escape is legal JSON, but not Unicode
                 if "\\ud" in text or "\\uD" in text:
                     json.dumps(record, ensure_ascii=False).encode()
             except UnicodeError:

@@ -17,7 +17,7 @@ Messages = tuple[Mapping[str, Any], ...]
 Format = Literal["text", "chat", "completion", "alpaca", "tokens", "preference"]
 FORMATS = ("auto", *get_args(Format))
 
-# Roles for the speaker names of ShareGPT and LLaMA-Factory.
+# Roles for speakers in ShareGPT and LLaMA-Factory.
 _SPEAKERS = {
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "bard", "bing", "claude", "model", "function_call"), "assistant"),
@@ -30,13 +30,13 @@ _OUTPUTS = ("output", "response")
 PAIRS = (("question", "answer"), ("prompt", "response"), ("query", "response"), ("input", "output"))
 PROMPTS = ("question", "query", "input")
 _TEMPLATE_ARGUMENTS = "chat_template_kwargs"
-# Field of LLaMA-Factory's files with the messages before a pair of answers
+# LLaMA-Factory's field of messages before a pair of answers
 _CONVERSATIONS = "conversations"
 _IDS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
 ASSISTANT = "assistant"
 _NO_LABEL = -100
 _UNTRAINED = ("weight", "train", "training")  # fields in which the value 0 excludes a message from training
-# Message fields never reported as unread.
+# Message fields that are never reported as unread.
 OF_MESSAGES = frozenset({"role", "content", "weight", "tool_calls", "tool_call_id", "name", "id"})
 
 # Stanford's Alpaca prompt, for models without a chat template.
@@ -48,7 +48,7 @@ _ALPACA = (
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and a completion; only the completion's tokens are targets."""
+    """A prompt, and a completion whose tokens are the targets."""
 
     prompt: str
     completion: str
@@ -56,7 +56,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for a chat template: mappings with role and content. Messages with `weight` 0 are not trained on."""
+    """Messages for a chat template. Those with `weight` 0 are not trained on."""
 
     messages: Messages
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -69,7 +69,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class AlpacaRecord(Conversation):
-    """An Alpaca record, encoded as a conversation if the tokenizer has a chat template, else as `completion`."""
+    """An Alpaca record; `completion` is for tokenizers without a chat template."""
 
     completion: Completion = Completion("", "")
 
@@ -171,7 +171,7 @@ class FieldNames:
             return chosen
         # A record may fit several formats, such as "alpaca" and "completion".
         possible = [format for format, fields in needed.items() if all(name in names for name in fields)]
-        # Fields that the user names take precedence.
+        # The user's fields take precedence.
         if "alpaca" in possible and "completion" in possible and self.prompt_field == _INSTRUCTION:
             possible.remove("alpaca")
         if len(possible) > 1:
@@ -182,7 +182,7 @@ class FieldNames:
         return possible[0] if possible else "text"
 
     def document(self, record: Mapping[str, Any], format: Format, place: str) -> Document | Preference | None:
-        """Convert a record to a document, a pair of answers or, if the text is blank, None."""
+        """Convert a record to a document, a pair of answers or, if its text is blank, None."""
         if format == "text":
             if self.text_field not in record:
                 raise ValueError(self._no_text(record, place))
@@ -240,7 +240,7 @@ class FieldNames:
             said = (*before, *answer) if answer[0]["role"] == ASSISTANT else answer
             return said if said[0]["role"] == _SYSTEM else (*system, *said)
 
-        # Both answers share a prompt, whose messages are not trained on.
+        # Both answers share a prompt, which is not trained on.
         untrained = _prompts_untrained(whole(chosen), whole(rejected))
         return [self._conversation(record, messages, place) for messages in untrained]
 
@@ -271,12 +271,11 @@ class FieldNames:
         return Preference(*(AlpacaRecord(c.messages, c.tools, c.arguments, text) for c, text in both))
 
     def _prompt_within(self, record: Mapping[str, Any], chosen: str, rejected: str, place: str) -> Preference:
-        # Without a field for the prompt, the prompt is the text that both answers
-        # begin with, up to its last blank.
+        # Without a prompt field, the prompt is what both answers begin with, up to its last blank.
         blanks = [blank.start() for blank in re.finditer(r"\s", chosen[: shared_length(chosen, rejected)])]
         if not blanks or not chosen[: blanks[-1]].strip() or any(record.get(name) for name in PROMPTS):
             raise ValueError(self._no_prompt(record, place))
-        # The prompt ends before a space, because tokenizers join a space with the next word.
+        # The prompt ends before a space, which tokenizers join with the next word.
         at = blanks[-1]
         return Preference(*(Completion(text[:at], text[at:]) for text in (chosen, rejected)))
 
@@ -318,7 +317,7 @@ PLAIN = FieldNames()
 
 
 def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Messages]:
-    """Yield both conversations, in which the first messages that they share get weight 0, except a last message."""
+    """Yield both conversations; the messages that both begin with get weight 0, except a last message."""
     most = min(len(chosen), len(rejected)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     for messages in (chosen, rejected):
@@ -369,7 +368,7 @@ def _token_ids(record: Mapping[str, Any], place: str) -> TokenIds | None:
             raise ValueError(
                 f"{place}: {name!r} has {len(values)} entries, but {_IDS!r} has {len(ids)}: give equal lengths"
             )
-    # kept: positions that the attention mask does not exclude as padding
+    # kept: positions that the attention mask does not exclude
     kept = [i for i, present in enumerate(columns.get(_MASK, [1] * len(ids))) if present]
     labels = columns.get(_LABELS)
     if labels is not None:
@@ -425,7 +424,7 @@ def _messages(value: object, name: str, place: str) -> Messages:
 def _message(message: object, where: str) -> Mapping[str, Any]:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} is {type_text(message)}: give a mapping with role and content")
-    # Templates would write null fields as text.
+    # Templates would write null fields.
     converted = {name: value for name, value in message.items() if value is not None}
     if "role" not in converted and "from" in converted:
         converted["role"] = converted.pop("from")

@@ -10,7 +10,6 @@ from hydragraph.errors import type_text
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the object in a JSON file, or raise a ValueError that ends with `remedy`."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

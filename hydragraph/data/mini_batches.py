@@ -1,4 +1,4 @@
-"""Endless streams of mini-batches that fill a token budget, from one corpus or several weighted ones."""
+"""Endless streams of mini-batches that fill a token budget, from one or several weighted corpora."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Split = Literal["train", "heldout"]
 _Indices = npt.NDArray[np.int64]
 # ignore_index of PyTorch
 IGNORED = -100
-# Key for `_shuffle`, which does not depend on the run's seed
+# Key for `_shuffle`, independent of the run's seed
 _SPLIT_KEY = (0, 0)
 _EPOCH_STREAM = 1
 # A run that evaluates needs other texts if it holds none out
@@ -35,10 +35,10 @@ _CONFIG_FIELDS = {
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Pieces of documents, in file order, as three int64 arrays of equal length.
+    """Pieces of documents, in file order, as int64 arrays.
 
     Attributes:
-        starts: index of each piece's first token within the document.
+        starts: index of each piece's first token in its document.
         lengths: tokens of each piece, at least 2.
     """
 
@@ -54,10 +54,9 @@ class Chunks:
 
 
 def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
-    """Split documents into chunks of `max_length` tokens. A document's last chunk has at least 2 tokens."""
-    # lengths 10, 4, 9 and max_length 4: counts 3, 1, 2; starts 0, 4, 8, 0, 0, 4; pieces
-    #   4, 4, 2, 4, 4, 4. The last token of the third document would be a chunk without
-    #   a target, and is left out.
+    """Split documents into chunks of 2 to `max_length` tokens."""
+    # lengths 10, 4, 9 and max_length 4: counts 3, 1, 2; starts 0, 4, 8, 0, 0, 4; pieces 4, 4, 2, 4,
+    # 4, 4. The third document's last token would be a chunk without a target, and is left out.
     totals = lengths[documents]
     counts = totals // max_length + (totals % max_length >= 2)
     first = np.cumsum(counts) - counts
@@ -67,7 +66,7 @@ def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
 
 
 def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
-    """Return the pieces of one document that belong to `split`. The last pieces are held out."""
+    """Return a split's pieces of one document; the last pieces are held out."""
     count = len(chunks)
     if count < 2:
         raise ValueError(
@@ -79,10 +78,10 @@ def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
 
 
 def split_documents(count: int, split: Split, heldout: float, unit: str = "documents") -> _Indices:
-    """Return the sorted indices of a split's documents. The last documents of a fixed shuffle are held out.
+    """Return a split's sorted document indices; the last documents of a fixed shuffle are held out.
 
     Args:
-        heldout: fraction of documents to hold out; if above 0, both splits get at least one document.
+        heldout: fraction to hold out; if above 0, both splits get at least one document.
         unit: what the error calls the documents.
     """
     if heldout and count < 2:
@@ -94,22 +93,21 @@ def split_documents(count: int, split: Split, heldout: float, unit: str = "docum
     return np.sort(order[count - heldout_count :] if split == "heldout" else order[: count - heldout_count])
 
 
-# A sequence: token ids, or a mapping with token ids and labels.
+# Sequence: token ids, or a mapping with ids and labels.
 Drawn = Tensor | dict[str, Tensor]
 
 
 class Mixture(Iterator[list[Drawn]]):
     """Endless mini-batches in which each corpus's share of the tokens matches its weight, to within one sequence.
 
-    Each sequence is taken from the corpus with the fewest tokens so far, relative to the corpus's weight. Sequences are
-    added to a mini-batch until the next sequence would exceed the budget.
+    Each sequence comes from the corpus with the fewest tokens so far, relative to its weight. A mini-batch ends when
+    the next sequence would exceed the budget.
 
     Args:
         members: streams of the corpora, whose token budgets `tokens` replaces.
 
     Attributes:
-        lengths: tokens of each sequence of the last mini-batch.
-        drawn: (member, chunk) of each sequence of the last mini-batch.
+        lengths, drawn: tokens and (member, chunk) of each sequence of the last mini-batch.
     """
 
     def __init__(self, members: Sequence[MiniBatches], weights: Sequence[float], tokens: int) -> None:
@@ -130,8 +128,8 @@ class Mixture(Iterator[list[Drawn]]):
         lengths: list[int] = []
         room = self._budget
         while True:
-            # Choose the corpus that is furthest behind its weight; the lower index wins ties. The
-            # choice depends on the counts only, so a saved state resumes the same stream.
+            # The corpus furthest behind its weight; the lower index wins ties. Only counts matter,
+            # so a saved state resumes the same stream.
             i = min(range(len(self.members)), key=lambda i: (self._tokens_of[i] / self._weights[i], i))
             following = self.members[i].next_lengths
             if sum(following) > room:
@@ -153,7 +151,7 @@ class Mixture(Iterator[list[Drawn]]):
         return {"weights": list(self._weights), "drawn": list(self._tokens_of), "members": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a result of `state_dict`. Raise a ValueError if corpora, weights or settings differ."""
+        """Continue from a `state_dict`; raise a ValueError if data or settings differ."""
         weights = state.get("weights")
         if weights != list(self._weights):
             raise ValueError(
@@ -173,14 +171,14 @@ class MiniBatches(Mixture):
 
     Args:
         tokens: token budget of a mini-batch, at least the length of any chunk or pair.
-        heldout: fraction of documents to hold out; if there is only one document, fraction of its chunks.
+        heldout: fraction of documents to hold out, or of a single document's chunks.
         overlong: "cut" or "drop" documents longer than `max_length`.
         pairs: whether documents 2i and 2i + 1 are a pair of answers, which share a mini-batch. If an answer is too
             long, "cut" keeps its first `max_length` tokens, and "drop" skips the pair.
 
     Attributes:
-        chunks: chunks of one epoch; the answers of a pair are adjacent.
-        scores: each chunk's reference score, under the key "reference" in its sequences; None: no scores.
+        chunks: chunks of one epoch; a pair's answers are adjacent.
+        scores: each chunk's reference score, which its sequence contains as "reference"; None: no scores.
 
     Raises:
         ValueError: the split has no document of at least two tokens.
@@ -241,7 +239,7 @@ class MiniBatches(Mixture):
     def single_pass_chunks(self) -> Iterator[list[int]]:
         chosen: list[int] = []
         room = self._budget
-        # units: [units, chunks per unit]; a unit is a chunk, or the two answers of a pair
+        # units: [units, chunks per unit]; a unit is a chunk or a pair of answers
         units = self.chunks.lengths.reshape(-1, self._together)
         for unit in _shuffle(len(units), *_SPLIT_KEY).tolist():
             length = int(units[unit].sum())
@@ -265,7 +263,7 @@ class MiniBatches(Mixture):
         unit = int(self._order[self._position])
         self._position += 1
         if self._position == len(self._order):
-            # The next epoch's order is drawn now, because `next_lengths` looks ahead.
+            # Draw the next epoch's order now: `next_lengths` looks ahead.
             self._epoch += 1
             self._position = 0
             self._order = self._epoch_order(self._epoch)
@@ -294,9 +292,8 @@ class MiniBatches(Mixture):
         return {**self._settings, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a result of `state_dict`. Raise a ValueError if the file or the settings differ."""
         for name, mine in self._settings.items():
-            # Earlier versions did not save this.
+            # Missing in earlier versions.
             theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))
             if theirs != mine:
                 raise ValueError(
@@ -319,7 +316,7 @@ class MiniBatches(Mixture):
 
 
 def _pairs(file: TokenFile, max_length: int, overlong: str, pairs: _Indices) -> Chunks:
-    # pairs 0, 3 -> documents 0, 1, 6, 7; a pair is left out if one of its answers has no target
+    # pairs 0, 3 -> documents 0, 1, 6, 7; a pair is left out if an answer has no target
     documents = np.stack([2 * pairs, 2 * pairs + 1], 1).ravel()
     whole = file.lengths[documents]
     lengths = np.minimum(whole, max_length)
@@ -333,7 +330,7 @@ def _pairs(file: TokenFile, max_length: int, overlong: str, pairs: _Indices) -> 
 def _shuffle(count: int, *key: int) -> _Indices:
     """Return a permutation of range(count) that depends only on the key.
 
-    Versions of NumPy may differ in `permutation`, but not in a bit generator's stream (NEP 19).
+    NumPy's versions may differ in `permutation`, but not in a bit generator's stream (NEP 19).
     """
     bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(bits, kind="stable")

@@ -20,7 +20,7 @@ _EVERY_S = 20.0
 
 
 class EncodedParts:
-    """Encoded documents of one corpus, in files that each take about `every_s` seconds to encode."""
+    """Encoded documents of one corpus, in files that take about `every_s` seconds each to encode."""
 
     def __init__(self, directory: Path, every_s: float = _EVERY_S) -> None:
         self._directory = directory
@@ -30,12 +30,11 @@ class EncodedParts:
             unfinished.unlink()
 
     def encoded(self, documents: Iterable[PlacedDocument], encoder: DocumentEncoder) -> Iterator[int]:
-        """Encode the documents that no file contains. After each batch, yield the total number encoded.
+        """Encode the documents that no file contains; after each batch, yield the total number encoded.
 
-        Args:
-            documents: the whole corpus, in a fixed order.
+        `documents` is the whole corpus, in a fixed order.
         """
-        # Files hold the first `done` documents in corpus order, so encoding continues after them.
+        # Files hold the first `done` documents, so encoding continues after them.
         done = sum(self._count(path) for path in self._files)
         since = time.monotonic()
         waiting: list[EncodedDocument] = []
@@ -80,8 +79,8 @@ class EncodedParts:
         ids = np.concatenate([np.asarray(document.ids, np.uint32) for document in documents])
         every = [np.ones(len(d.ids), np.bool_) if d.targets is None else d.targets for d in documents]
         targets = np.concatenate([np.asarray(one, np.bool_) for one in every])
-        # The name is the number of earlier documents, with leading zeros,
-        # so names sort like documents.
+        # The name is the number of earlier documents, with leading zeros, so that names sort like
+        # documents.
         with whole_file(self._directory / f"{before:012d}.npz") as file:
             np.savez(file, ids=ids, lengths=lengths, targets=targets)
         return before + len(documents)

@@ -13,7 +13,7 @@ from hydragraph.data.json_object import read_object
 _KINDS = {".parquet": "Parquet", ".arrow": "Arrow", ".csv": "CSV", ".tsv": "TSV"}
 SUFFIXES = tuple(_KINDS)
 _ROWS = 4096
-# Maximum number of bytes in memory at a time, and maximum size of a row
+# Maximum bytes in memory at a time, and maximum bytes of a row
 _CSV_BYTES = 1 << 24
 _REMEDY = "save the dataset again"
 
@@ -21,18 +21,12 @@ Row = Mapping[str, Any]
 
 
 def columns(path: Path) -> list[str]:
-    """Return a table's column names.
-
-    Raises:
-        ValueError: the table cannot be read.
-        ImportError: pyarrow is not installed.
-    """
     with _table(path) as (names, _):
         return names
 
 
 def rows(path: Path, wanted: Collection[str]) -> Iterator[Row | None]:
-    """Yield the wanted columns of each row, or None for a row that is not UTF-8."""
+    """Yield each row's wanted columns, or None for a row that is not UTF-8."""
     with _table(path) as (names, batches):
         chosen = [name for name in names if name in wanted]
         for batch in batches(chosen):
@@ -83,8 +77,8 @@ def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
             return
         with pyarrow.memory_map(str(path)) as source:
             try:
-                # `datasets` writes streams, other programs write files; only the attempt
-                # to open one tells them apart.
+                # `datasets` writes streams, other programs files; only opening one tells them
+                # apart.
                 reader = ipc.open_stream(source)
                 batches = reader
             except pyarrow.ArrowInvalid:

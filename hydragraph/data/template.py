@@ -13,9 +13,9 @@ from typing import Any
 from hydragraph.data.documents import ASSISTANT, Conversation, shared_length
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Pattern of special tokens, used if the tokenizer's tokens are unknown.
+# Pattern of special tokens, if the tokenizer's are unknown.
 _MARKS = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>|</?s>")
-# Placeholder that marks the position of a message's content.
+# Marks the position of a message's content.
 _PROBE = "\ue000\ue001\ue002"
 _AFTER_THOUGHTS = "</think>"
 
@@ -28,10 +28,10 @@ class ChatTemplate:
     """A Jinja chat template, as in Hugging Face's tokenizers.
 
     Attributes:
-        text: the template. If it has `{% generation %}` blocks, their output is trained on; otherwise, the content and
-            end token of each message that `train_on` selects.
+        text: the template. The output of its `{% generation %}` blocks is trained on or, without such blocks, the
+            content and end token of messages that `train_on` selects.
         special: special tokens by name, such as {"bos_token": "<s>"}.
-        train_on: "assistant" (train on all assistant messages), "last" (only the last one) or "all" (every token).
+        train_on: "assistant" (all assistant messages), "last" (the last one) or "all" (every token).
     """
 
     text: str
@@ -74,8 +74,8 @@ class ChatTemplate:
         pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else _MARKS
         refusal: ValueError | None = None
         calls = any(message.get("tool_calls") for message in conversation.messages)
-        # Templates differ in the message format that they expect, and often write a wrong one
-        # without an error. Use the first format in which the text contains all messages.
+        # Templates expect different formats, and often accept wrong ones. Use the first one for
+        # which the text contains all messages.
         for parts, texts in product((False, True), (False, True) if calls else (False,)):
             try:
                 written = _Written(self, conversation, place, _Way(parts, texts), pattern)
@@ -95,7 +95,6 @@ class ChatTemplate:
         prompt: bool = False,
         mask: bool = False,
     ) -> tuple[str, list[Span]]:
-        """Render messages. With `mask`, also return the spans that the template marks as generated."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -119,12 +118,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Way:
-    """Message format that a template expects.
-
-    Attributes:
-        parts: whether contents are lists.
-        texts: whether tool arguments are JSON text.
-    """
+    """Message format of a template: whether contents are lists (`parts`), and tool arguments JSON text (`texts`)."""
 
     parts: bool
     texts: bool
@@ -164,8 +158,8 @@ class _Written:
     def check(self) -> None:
         if self._masks and not any(start < end for start, end in self._marked):
             raise ValueError(f"{self._place}: the chat template marks no text as generated: correct the template")
-        # Contents must appear in order. A template may also change a content (strip it, say), so a
-        # content that is not found must at least influence the text.
+        # Contents must appear in order. A template may change a content (strip it, say); one that
+        # is not found must at least influence the text.
         at = 0
         for i, message in enumerate(self._conversation.messages):
             said = _said(message)
@@ -207,8 +201,7 @@ class _Written:
         spans = [span for span in self._marked if span[0] < span[1]]
         says = [i for i, message in enumerate(self._conversation.messages) if message["role"] == ASSISTANT]
         if len(trained) < len(says):
-            # The template marks all answers, so keep the marks between the
-            # neighbors of each trained message.
+            # The template marks all answers: keep the marks around each trained message.
             windows = [self._window(i) for i in trained]
             spans = [span for span in spans if any(lo <= span[0] < hi for lo, hi in windows)]
         text = "".join(self.text[start:end] for start, end in spans)
@@ -246,16 +239,15 @@ class _Written:
         return [(0, self.turn(first)[0] if answers else self.turn(first - 1)[1]), *later]
 
     def turn(self, i: int) -> Span:
-        """Return the span of message `i` that the model generates: the content and end token."""
-        # before: the text up to the model's turn, with its header; after:
-        #   the text up to the turn's end
+        """Return the span that the model generates in message `i`: content and end token."""
+        # before: text up to the turn, with its header; after: text up to its end
         before = self._before(i)
         last = i == len(self._messages) - 1
         after = self.text if last else self._text(self._messages[: i + 1])
         span = (len(before), len(after))
         plain = self.text.startswith(after) and after.startswith(before) and len(after) > len(before)
-        # A template may render a last message differently, for example with its thoughts. Then
-        # `after` is not a prefix of the whole conversation.
+        # If a template renders a last message differently, e.g. with its thoughts, `after` is not a
+        # prefix of the whole conversation.
         if not plain:
             span = self._aligned(i, before, after)
         if _said(self._conversation.messages[i]) not in self.text[slice(*span)]:
@@ -280,7 +272,7 @@ class _Written:
         if content is None:
             raise self._untold(i)
         # start, prompt: ends of the last earlier content in the whole text and in `before`, from
-        #   where the headers of the turn are compared
+        # where the turn's headers are compared
         start, prompt = 0, 0
         for j in reversed(range(i)):
             here = self._region(messages, j)
@@ -293,8 +285,8 @@ class _Written:
             raise self._untold(i)
         following = (self._region(messages, j) for j in range(i + 1, len(messages)))
         end = next((region[0] for region in following if region and region[0] >= content[1]), len(self.text))
-        # gap: text up to the next content; the part that also follows this
-        #   content in `after` ends the turn
+        # gap: text up to the next content; the part that also follows this content in `after` ends
+        # the turn
         gap = self.text[content[1] : end]
         alone = self._region(messages[: i + 1], i)
         ending = self._common(gap, after[alone[1] :]) if alone else 0
@@ -311,10 +303,10 @@ class _Written:
         return size
 
     def _region(self, messages: Sequence[Message], i: int, prompt: bool = False) -> Span | None:
-        """Return the span of the text that depends on a message's content, or None if the content is not rendered."""
+        """Return the span of the text that depends on a message's content, or None if it is not rendered."""
         text = self._text(messages, prompt)
-        # Render the messages again with a placeholder: the region is what lies between the common
-        # beginning and the common end of both texts.
+        # Render again with a placeholder: the region lies between the common beginning and the
+        # common end of both texts.
         changed = _with(messages, i, _probed(messages[i]))
         try:
             other = self._text(changed, prompt)
@@ -369,6 +361,6 @@ def _joined(spans: Iterator[Span] | Sequence[Span]) -> list[Span]:
 
 
 def _without(excluded: Sequence[Span], size: int) -> list[Span]:
-    # excluded (0, 3), (5, 6) of 9: edges 0, 0, 3, 5, 6, 9, and the spans left are (3, 5), (6, 9)
+    # excluded (0, 3), (5, 6) of 9: edges 0, 0, 3, 5, 6, 9, so (3, 5), (6, 9) are left
     edges = [0, *(edge for span in _joined(excluded) for edge in span), size]
     return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]

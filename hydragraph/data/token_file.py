@@ -1,6 +1,4 @@
-"""Memory-mapped file with the tokens of a corpus.
-
-The file is little-endian and contains, in this order:
+"""Memory-mapped file with the tokens of a corpus, little-endian:
 
     header     128 bytes: the fields of `_Header`, their hash, and zeros
     tokens     uint16 if the vocabulary fits, else uint32; in a file with targets, the highest bit marks tokens that are
@@ -36,7 +34,7 @@ _MAGIC = b"HGTOKENS"
 _VERSION = 2
 _HEADER_BYTES = 128
 _FIELDS = struct.Struct("<8sIIQQIII32s")
-# A batch is large enough to be encoded in parallel, and small enough for memory.
+# Large enough to encode in parallel, small enough for memory.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 22
 _READ_BYTES = 1 << 24
@@ -44,11 +42,7 @@ _READ_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class _Header:
-    """Header of a token file.
-
-    Attributes:
-        tokens: number of tokens, including end-of-text tokens.
-    """
+    """Header of a token file; `tokens` includes end-of-text tokens."""
 
     item_bytes: int
     documents: int
@@ -76,7 +70,7 @@ class TokenFile:
     """A memory-mapped, read-only file of tokenized documents.
 
     Attributes:
-        lengths: tokens per document, including the end-of-text token; int64 [documents].
+        lengths: tokens per document, with the end-of-text token; int64 [documents].
         fingerprint: hash of the content, in 64 hexadecimal digits.
     """
 
@@ -91,9 +85,9 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path) -> TokenFile:
-        """Map a file and check its header, size and offsets, but not its tokens."""
+        """Map a file and check its header, size and offsets, not its tokens."""
         header = _read_header(path)
-        # `asarray` is used because operations on a memmap would return memmaps.
+        # `asarray`, because operations on a memmap return memmaps.
         tokens = np.asarray(np.memmap(path, f"<u{header.item_bytes}", "r", _HEADER_BYTES, (header.tokens,)))
         offsets = np.asarray(np.memmap(path, "<i8", "r", header.offsets_at, (header.documents + 1,)))
         lengths = np.diff(offsets).astype(np.int64, copy=False)
@@ -104,7 +98,6 @@ class TokenFile:
         return cls(path, lengths, *header_fields, tokens, offsets)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Raise a ValueError if the content does not match its checksum."""
         digest = hashlib.sha256()
         read = 0
         with self.path.open("rb") as file:
@@ -123,24 +116,24 @@ class TokenFile:
         return len(self.lengths)
 
     def slice(self, document: int, start: int, stop: int) -> Tensor:
-        """Read tokens [start, stop) of a document: int64 [stop - start]."""
+        """Return tokens [start, stop) of a document: int64 [stop - start]."""
         return torch.from_numpy((self._part(document, start, stop) & self._ids).astype(np.int64))
 
     def targets(self, document: int, start: int, stop: int) -> Tensor:
-        """Return whether each of the tokens [start, stop) of a document is a target: bool [stop - start]."""
+        """Return whether tokens [start, stop) of a document are targets: bool [stop - start]."""
         return torch.from_numpy(self._part(document, start, stop) <= self._ids)
 
     def counts(
         self, documents: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Count the targets in each piece, excluding the piece's first token."""
+        """Count each piece's targets, excluding its first token."""
         if not self.targeted:
             return lengths - 1
-        # first: position of each piece's first token; before[0], before[1]: targets in the file
-        #   before the piece's second token, and before its end
+        # first: position of each piece's first token; before[0], before[1]: targets before the
+        # piece's second token, and before its end
         first = self._offsets[documents] + starts
         before = np.zeros((2, len(first)), np.int64)
-        # The file may be larger than memory
+        # The file may exceed memory
         for at in range(0, len(self._tokens), _READ_BYTES):
             target_positions = np.flatnonzero(self._tokens[at : at + _READ_BYTES] <= self._ids) + at
             before[0] += np.searchsorted(target_positions, first + 1)
@@ -150,7 +143,7 @@ class TokenFile:
 
     @property
     def _ids(self) -> int:
-        # _ids: mask of the id's bits; a token with the highest bit set is larger than the mask
+        # _ids: mask of the id's bits; tokens with the highest bit set are larger
         bits = 8 * self._tokens.itemsize - self.targeted
         return (1 << bits) - 1
 
@@ -169,32 +162,20 @@ class TokenFile:
 
 @dataclass(frozen=True, eq=False)
 class EncodedDocument:
-    """Tokens of a document.
-
-    Attributes:
-        targets: whether each token is a target; None: all tokens are targets.
-    """
+    """Tokens of a document; if `targets` is None, all are targets."""
 
     ids: Sequence[int]
     targets: Sequence[bool] | None = None
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> int:
-    """Return a tokenizer's largest id plus 1."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def write_encoded(
     path: Path, batches: Iterable[Sequence[EncodedDocument]], vocabulary: int, end: int, targeted: bool
 ) -> TokenFile:
-    """Write a token file, atomically.
-
-    Args:
-        vocabulary: exclusive upper bound of the token ids.
-
-    Raises:
-        ValueError: the corpus is empty.
-    """
+    """Write a token file atomically, with ids below `vocabulary`; raise a ValueError if the corpus is empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write(bytes(_HEADER_BYTES))
@@ -239,8 +220,7 @@ def _write_payload(
         if document.targets is not None:
             items = items | np.where(document.targets, 0, no_target).astype(items.dtype)
         write(items.tobytes())
-    # 5 tokens of 2 bytes end at byte 10 and are padded with 6 zeros, so
-    #   that int64 offsets are aligned
+    # 5 tokens of 2 bytes end at byte 10; 6 zeros align the int64 offsets
     write(bytes(-offsets[-1] * item_bytes % 8))
     write(np.asarray(offsets, dtype="<i8").tobytes())
     return _Header(item_bytes, len(offsets) - 1, offsets[-1], vocabulary, end, int(targeted), digest.digest())

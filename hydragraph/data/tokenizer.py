@@ -20,15 +20,14 @@ FILES = (
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
 
-# End-of-text tokens of common models, in order of preference ("</s>" may also be an HTML tag).
+# Common end-of-text tokens, in order of preference ("</s>" may also be an HTML tag).
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "[SEP]")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)) -> Tokenizer:
     """Train a byte-level BPE tokenizer; the order of `texts` does not matter.
 
-    Args:
-        vocab_size: maximum vocabulary size, including special tokens and 256 bytes.
+    The vocabulary has at most `vocab_size` tokens, including special tokens and 256 bytes.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     least = len(alphabet) + len(special_tokens)
@@ -48,7 +47,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
 
 def load(path: Path) -> Tokenizer:
-    """Load a tokenizer from its tokenizer.json file or directory; disable truncation and padding."""
+    """Load a tokenizer from tokenizer.json or its directory, and disable truncation and padding."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"tokenizer {file} does not exist: name a tokenizer.json or its directory")
@@ -62,15 +61,14 @@ def load(path: Path) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write a directory that `transformers.AutoTokenizer` can load."""
     end = end_of_text_token(tokenizer)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     configuration = {
-        # Available in transformers 4 and 5.
+        # In transformers 4 and 5.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
-        # Decoding must reproduce the text exactly.
+        # Decoding must be exact.
         "clean_up_tokenization_spaces": False,
     }
     text = json.dumps(configuration, indent=2, ensure_ascii=False)
@@ -117,7 +115,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 
 
 def chat_template(directory: Path) -> str | None:
-    """Return the chat template in a tokenizer's directory (the "default" one of several), or None."""
+    """Return a tokenizer directory's chat template (the "default" one of several), or None."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return read_text(file, "save the tokenizer again")

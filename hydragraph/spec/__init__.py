@@ -1,1 +1,1 @@
-"""Frozen dataclasses of strategies, clusters, homes, sequences and workloads, and their text and YAML formats."""
+"""Frozen dataclasses of strategies, clusters, homes and workloads, and their text and YAML formats."""

@@ -1,4 +1,4 @@
-"""Checks of argument types against the annotations of public functions and dataclasses."""
+"""Checks of arguments of public functions and dataclasses against their annotations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ T = TypeVar("T")
 
 
 def typed(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that checks the named arguments' types."""
-
     def wrap(function: Callable[P, T]) -> Callable[P, T]:
         signature = inspect.signature(function)
         where = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
@@ -26,7 +24,7 @@ def typed(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             try:
                 given = signature.bind(*args, **kwargs).arguments
-            # Python itself reports missing and unknown arguments.
+            # Python reports missing and unknown arguments.
             except TypeError:
                 return function(*args, **kwargs)
             check_types(f"{where}: ", {name: given[name] for name in names if name in given}, function)
@@ -39,7 +37,7 @@ def typed(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 def check_types(where: str, given: Mapping[str, object], owner: Any) -> None:
     for name, value in given.items():
-        # Annotations are texts (PEP 563), valid in the module of their owner.
+        # Annotations are texts (PEP 563), valid in their owner's module.
         text = owner.__annotations__[name]
         if not _fits(value, eval(text, vars(sys.modules[owner.__module__]))):
             shown = " ".join(reprlib.repr(value).split())
@@ -52,7 +50,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, part) for part in get_args(hint))
     if kind is None:
         return value is None
-    # NumPy's integers count as int, and True does not.
+    # NumPy's integers count as int; True does not.
     if kind is int:
         return hasattr(value, "__index__") and not isinstance(value, bool)
     if kind is float:

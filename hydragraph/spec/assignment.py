@@ -28,8 +28,8 @@ class Assignment:
             tokens: sequence length in tokens, or a list with one length per pipeline.
         """
         per_pipeline = [tokens] * len(counts) if isinstance(tokens, int) else tokens
-        # Sequences are numbered across pipelines: counts (1, 2) with 2 sequences per micro-batch
-        # give ((0, 1),) and ((2, 3), (4, 5)).
+        # Sequences are numbered across pipelines: counts (1, 2), 2 per micro-batch: ((0, 1),) and
+        # ((2, 3), (4, 5)).
         starts = iter(range(0, sum(counts) * sequences, sequences))
         micro_batches = [tuple(tuple(range(i, i + sequences)) for i in islice(starts, count)) for count in counts]
         lengths = tuple(n for count, n in zip(counts, per_pipeline, strict=True) for _ in range(count * sequences))

@@ -33,7 +33,7 @@ from hydragraph.spec.known_devices import PCIE_4, Datasheet, built_in, similar
 from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 
 MOST_DEVICES = 1 << 16
-# Plausible range and unit of each field. A value outside the range is assumed to have another unit.
+# Plausible range and unit of each field; values outside are assumed to have another unit.
 _UNITS = {
     "flops_per_s": (1e7, math.inf, "FLOP/s, such as 989e12"),
     "memory_bytes": (1e5, math.inf, "bytes, such as 80e9"),
@@ -48,8 +48,8 @@ class Interconnect:
     """A link between two devices: in each direction, n bytes take latency_s + n / bytes_per_s seconds.
 
     Attributes:
-        points: measured pairs of message size (bytes) and bandwidth (bytes/s), interpolated over the logarithm of the
-            size. With `points`, `bytes_per_s` is the total bandwidth of concurrent messages.
+        points: measured message sizes (bytes) and bandwidths (bytes/s), interpolated over the size's logarithm.
+            `bytes_per_s` is then the total bandwidth of concurrent messages.
     """
 
     bytes_per_s: float
@@ -78,11 +78,9 @@ class Interconnect:
         return self.latency_s + size / self.bandwidth(size)
 
     def handled(self, rate: float) -> Interconnect:
-        """Return the link with `rate` times the latency."""
         return self if rate == 1 else replace(self, latency_s=rate * self.latency_s)
 
     def times(self, factor: float) -> Interconnect:
-        """Return the link with `factor` times the bandwidth."""
         points = tuple((size, speed * factor) for size, speed in self.points)
         return Interconnect(self.bytes_per_s * factor, self.latency_s, points)
 
@@ -98,7 +96,7 @@ class DeviceType:
     """A type of device.
 
     Attributes:
-        flops_per_s: peak at the precision of training; a multiply-add counts as two operations.
+        flops_per_s: peak at training's precision; a multiply-add counts as two operations.
         host_bytes_per_s: bandwidth of copies to and from host memory; default: 16 lanes of PCIe 4.
         efficiency: fraction of `flops_per_s` that all operations reach, such as 1 for a measured speed; None: predicted
             by `cost.datasheet.Roofline`.
@@ -122,11 +120,7 @@ class DeviceType:
 
 @dataclass(frozen=True)
 class Device(DeviceType):
-    """A device, which runs one rank.
-
-    Attributes:
-        type: name of the device type in profiles; "" if all devices have the same type.
-    """
+    """A device, which runs one rank; `type` is its type's name in profiles, or "" if all devices are of one type."""
 
     node: int = 0
     type: str = ""
@@ -143,10 +137,10 @@ class Node:
     """A machine with `devices` devices of one type.
 
     Attributes:
-        inner: each device's link to the other devices of the node.
+        inner: each device's link to the node's other devices.
         outer: each network card's link to other nodes.
         count: number of consecutive equal nodes.
-        cards: number of network cards; neighboring devices may share a card.
+        cards: number of network cards; neighboring devices may share one.
     """
 
     type: str
@@ -238,8 +232,7 @@ class Cluster:
         """Return a cluster of nodes; ranks are numbered in the order of the nodes.
 
         Args:
-            types: device types by name; the types of `spec.known_devices`, such as "a100-80gb" or "RTX 4090", need no
-                entry.
+            types: device types by name; those of `spec.known_devices`, such as "a100-80gb", need no entry.
         """
         total = sum(node.devices * node.count for node in nodes)
         if total > MOST_DEVICES:
@@ -285,7 +278,7 @@ class Cluster:
         return {type_: DeviceType(**{name: getattr(device, name) for name in names}) for type_, device in every}
 
     def type_of(self, rank: int) -> str:
-        """Return the name of a rank's device type. Types without a name are called "", "other 1", ..."""
+        """Return the name of a rank's device type; types without a name are called "", "other 1", ..."""
         self._device(rank)
         return self._names[rank]
 
@@ -310,7 +303,7 @@ class Cluster:
         return nodes
 
     def node(self, number: int) -> Node:
-        """Return node `number`. In a cluster without `nodes`, every device has its own network card."""
+        """Return node `number`; without `nodes`, every device has its own network card."""
         return self._machines[number]
 
     def card_of(self, rank: int) -> int:
@@ -322,7 +315,7 @@ class Cluster:
         return self.link_between(self.node_of(a), self.node_of(b))
 
     def link_between(self, one: int, other: int) -> Interconnect:
-        """Return the link between two nodes, or within a node."""
+        """Return the link between two nodes, or within one."""
         a = self._machines[one]
         b = self._machines[other]
         if one == other:
@@ -345,7 +338,7 @@ class Cluster:
         return (*ports, ("card out", one, self.card_of(a)), ("card in", other, self.card_of(b)))
 
     def scaled(self, what: str, factor: float) -> Cluster:
-        """Return the cluster with the bandwidths of "within_node" or "between_nodes" links multiplied by `factor`."""
+        """Return the cluster with `factor` times the bandwidth of "within_node" or "between_nodes" links."""
         if what not in ("within_node", "between_nodes"):
             raise ValueError(f"{what!r} is not a link: scale 'within_node' or 'between_nodes'")
         within = what == "within_node"
@@ -364,12 +357,12 @@ class Cluster:
 
     def reordered(self, ranks: Sequence[int]) -> Cluster:
         same = self.of_ranks(ranks)
-        # Nodes are numbered by their first ranks, and nodes without ranks follow.
+        # Nodes are numbered by their first ranks; nodes without ranks follow.
         used = dict.fromkeys(device.node for device in same.devices)
         numbers = {old: new for new, old in enumerate(dict.fromkeys([*used, *range(len(self.nodes))]))}
         devices = tuple(replace(device, node=numbers[device.node]) for device in same.devices)
         nodes = tuple(self.nodes[old] for old in numbers) if self.nodes else ()
-        # cards: node -> old number of a card -> new number, by the card's first rank.
+        # cards: node -> old number of a card -> new number, by its first rank.
         cards: dict[int, dict[int, int]] = {device.node: {} for device in devices}
         for device, card in zip(devices, same.cards, strict=True):
             cards[device.node].setdefault(card, len(cards[device.node]))
@@ -413,7 +406,7 @@ class Cluster:
         cards = []
         for device in self.devices:
             node = self._machines[device.node]
-            # With 8 devices and 4 cards, devices 0 and 1 share card 0, 2 and 3 share card 1.
+            # With 8 devices and 4 cards, devices 0 and 1 share card 0, 2 and 3 card 1.
             cards.append(seen[device.node] * node.cards // node.devices)
             seen[device.node] += 1
         return tuple(cards)
@@ -433,7 +426,7 @@ class Cluster:
             if data is None:
                 raise ValueError("the file is empty: list nodes, as in docs/mixed_gpus.md")
             names = set(data) if isinstance(data, dict) else set()
-            # One entry per rank, or else one per node.
+            # One entry per rank, or one per node.
             if names & {"devices", "within_node", "between_nodes"} and not names & {"nodes", "types", "pairs"}:
                 flat = from_record(_Devices, data, name="cluster")
                 _check_units("", data)
@@ -445,7 +438,7 @@ class Cluster:
             raise ValueError(f"{path}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write a YAML file for `load`, omitting default values."""
+        """Write a YAML file for `load`, without default values."""
         if self.nodes:
             grouped = [(node, len(list(same))) for node, same in groupby(self._occupied())]
             nodes = [to_record(replace(node, count=count)) for node, count in grouped]
@@ -485,7 +478,7 @@ def _check_units(where: str, data: object) -> None:
 
 
 def _with_built_in(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a cluster file's content with the links of built-in types, and without empty entries of such types."""
+    """Return a cluster file's content with built-in types' links, and without these types' empty entries."""
     types = data.get("types")
     nodes = data.get("nodes")
     if isinstance(types, dict):
@@ -504,7 +497,7 @@ def _with_link(node: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     sheet = built_in(name)
     if sheet is None or name in map(str, data.get("types") or ()):
         return node
-    # The node's link to other nodes is never used
+    # Its link to other nodes is never used
     only = len(data["nodes"]) == 1 and node.get("count", 1) == 1
     return {"inner": sheet.peers, **({"outer": sheet.peers} if only else {}), **node}
 
@@ -515,7 +508,7 @@ def type_of_sheet(sheet: Datasheet) -> DeviceType:
 
 
 def _slower(one: Interconnect, other: Interconnect) -> Interconnect:
-    # Either link may be the slower one, depending on the size of the message.
+    # The slower link may depend on the message's size.
     sizes = sorted({size for link in (one, other) for size, _ in link.points})
     points = tuple((size, min(one.bandwidth(size), other.bandwidth(size))) for size in sizes)
     return Interconnect(min(one.bytes_per_s, other.bytes_per_s), max(one.latency_s, other.latency_s), points)

@@ -13,7 +13,7 @@ _NVLINK = 450e9
 
 
 def default_cluster(ranks: int, device: Device = _H200, link_bytes_per_s: float = _NVLINK) -> Cluster:
-    """Return a cluster of GPUs, each with NVLink and a 400 Gb/s network card, in nodes of eight."""
+    """Return a cluster of nodes with eight GPUs, each with NVLink and a 400 Gb/s network card."""
     return Cluster.homogeneous(
         ranks,
         device=device,
@@ -24,7 +24,7 @@ def default_cluster(ranks: int, device: Device = _H200, link_bytes_per_s: float 
 
 
 def cluster_on(nodes: Sequence[int]) -> Cluster:
-    """Return a cluster in which device i is on node `nodes[i]`; links have no latency."""
+    """Return a cluster with device i on node `nodes[i]`, and links without latency."""
     usual = default_cluster(1)
     devices = tuple(replace(usual.devices[0], node=node) for node in nodes)
     return Cluster(devices, Interconnect(450e9, 0.0), Interconnect(50e9, 0.0))

@@ -1,4 +1,4 @@
-"""Settings for handling lost ranks."""
+"""Settings for lost ranks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Elastic:
         min_ranks: the run ends if fewer ranks are left.
         spares: number of standby processes that can replace a lost rank.
         rejoin: whether to start a new process for a lost rank.
-        grace_s: time limit in seconds for a rank to send its state to other ranks after SIGTERM.
-        progress_s: time limit in seconds for a process to join the rendezvous after a loss. A new process may take
-            three times as long. The launcher ends a process that exceeds its limit.
+        grace_s: seconds in which a rank must send its state to others after SIGTERM.
+        progress_s: seconds in which a process must join the rendezvous after a loss; otherwise, the launcher ends it.
+            New processes may take three times as long.
     """
 
     min_ranks: int = 1
     spares: int = 0
     rejoin: bool = True
     grace_s: float = 30.0
-    # This is longer than any instruction takes
+    # Longer than any instruction takes
     progress_s: float = 600.0
 
     def __post_init__(self) -> None:

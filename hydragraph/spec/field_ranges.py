@@ -1,4 +1,4 @@
-"""Valid values of a mini-batch's fields, found by `passes.find_field_ranges`."""
+"""Valid values of a mini-batch's fields, which `passes.find_field_ranges` finds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from hydragraph.spec.workload import IGNORED, Sequence
 
 @dataclass(frozen=True, order=True)
 class FieldRange:
-    """Valid values of a field that indexes an embedding table or is a target of the loss.
+    """Valid values [low, high) of a field that indexes an embedding table or is a target of the loss.
 
     Attributes:
-        low, high: valid range [low, high).
         where: the table's name in the model, or "the loss".
-        ignored: value of positions without a target, in addition to -100 in labels, or None for a table.
+        ignored: value of positions without a target, besides -100 in labels; None for a table.
     """
 
     field: str
@@ -28,7 +27,6 @@ class FieldRange:
     ignored: int | None = None
 
     def check(self, sequence: Sequence, index: int) -> None:
-        """Raise a ValueError if a value of a sequence is out of range."""
         if self.field == "position_ids":
             if len(sequence) > self.high:
                 raise ValueError(
@@ -40,7 +38,7 @@ class FieldRange:
         outside = self._outside(values)
         if outside is not None:
             at = [int(n) for n in outside]
-            # Labels of causal models were shifted, but users know the original positions.
+            # Causal models' labels were shifted, but users know the original positions.
             place = at[0] + sequence.moved * (self.field == "labels")
             raise ValueError(
                 f"sequence {index}: {self.field} is {int(values[tuple(at)])} at position {place}, outside the range "
@@ -58,7 +56,7 @@ class FieldRange:
     def _outside(self, values: Tensor) -> Tensor | None:
         if not values.numel():
             return None
-        # Usually, the extremes suffice. They may be values that are ignored, so search only then.
+        # Usually, the extremes suffice; search only if they are ignored values.
         least, most = torch.aminmax(values)
         if self.low <= int(least) and int(most) < self.high:
             return None

@@ -15,7 +15,7 @@ class Health:
     """Straggling rates of ranks (Malleus): a rank's time divided by a healthy rank's time for the same work.
 
     Attributes:
-        rates: slowdown by rank, at least 1; infinite for lost ranks. Ranks without an entry are healthy.
+        rates: slowdown by rank, at least 1, infinite for lost ranks. Other ranks are healthy.
     """
 
     rates: Mapping[int, float] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Health:
                 f"{path} contains {data!r:.80}: give rates by rank, such as {{3: 2.57, 5: inf}}, or {{}} if all are "
                 "healthy"
             )
-        # In YAML, "inf" is a string; infinity is written ".inf".
+        # In YAML, "inf" is a string; infinity is ".inf".
         rates = {rank: math.inf if rate == "inf" else rate for rank, rate in data.items()}
         try:
             return cls(rates)

@@ -1,4 +1,4 @@
-"""Description of the owners of state, such as `layers 0-3 on ranks 0,1; layers 4-7 on rank 2`."""
+"""Text that names the owners of state: `layers 0-3 on ranks 0,1; layers 4-7 on rank 2`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def owners_text(home: Home, buckets: Sequence[str], ranks: int) -> str:
 
 
 def consecutive(numbers: Iterable[int]) -> list[list[int]]:
-    """Divide numbers into runs of consecutive integers."""
-    # This difference is constant within a run
+    # The difference is constant within a run
     runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     return [[number for _, number in run] for _, run in runs]
 

@@ -11,9 +11,9 @@ from types import MappingProxyType
 UNKNOWN = 0.65
 # Bytes/s to pinned host memory over 16 PCIe lanes: about 80 % of the published rate.
 PCIE_3, PCIE_4, PCIE_5 = 12e9, 25e9, 50e9
-# Words with which drivers name slower or faster variants
+# Drivers' words for slower or faster variants
 _VARIANTS = {"laptop", "ti", "d", "super", "mig"}
-# Maximum relative difference from a datasheet's peak and bandwidth
+# Maximum relative difference from a datasheet's rates
 _NEAR = 0.03
 
 
@@ -23,9 +23,9 @@ class Datasheet:
 
     Attributes:
         reached: fraction of the peak that large matrix products reach; for A100 and H100, fitted to published runs
-            (`benchmarks/published_runs.py --fit`); otherwise assumed.
+            (`benchmarks/published_runs.py --fit`), else assumed.
         published: the GPU's name in published runs, or "".
-        nvlink_bytes_per_s: bandwidth to the GPUs of the same machine, per direction; 0: peers are connected by PCIe.
+        nvlink_bytes_per_s: bandwidth to the machine's other GPUs, per direction; 0: PCIe.
         bfloat16: whether the peak also holds for bfloat16.
     """
 
@@ -40,7 +40,7 @@ class Datasheet:
 
     @property
     def peers(self) -> dict[str, float]:
-        """Default link to the GPUs of the same machine, as in a cluster file."""
+        """Default link to the machine's other GPUs, as in a cluster file."""
         if self.nvlink_bytes_per_s:
             return {"bytes_per_s": self.nvlink_bytes_per_s, "latency_s": 5e-6}
         return {"bytes_per_s": self.host_bytes_per_s, "latency_s": 1e-5}
@@ -53,7 +53,7 @@ KNOWN: Mapping[str, Datasheet] = MappingProxyType(
         "h100-sxm": Datasheet(
             989e12, 80e9, 3.35e12, 0.66, host_bytes_per_s=PCIE_5, published="H100", nvlink_bytes_per_s=450e9
         ),
-        # This variant has HBM2e; published runs limited it to 500 W.
+        # With HBM2e; published runs limited it to 500 W.
         "h100-96gb": Datasheet(
             989e12, 96e9, 2.4e12, 0.5, host_bytes_per_s=PCIE_5, published="H100", nvlink_bytes_per_s=450e9
         ),
@@ -92,7 +92,7 @@ KNOWN: Mapping[str, Datasheet] = MappingProxyType(
 
 
 def built_in(name: str) -> Datasheet | None:
-    """Return the datasheet that a cluster file names, such as "a100-80gb", "RTX 4090" or "H100"; None if unknown."""
+    """Return the datasheet for a type's name in a cluster file, such as "a100-80gb", or None."""
     plain = _plain(name)
     for known_name, sheet in KNOWN.items():
         if plain in (_plain(known_name), _plain(known_name).removeprefix("rtx")):
@@ -113,7 +113,6 @@ def _plain(name: str) -> str:
 
 
 def known(flops_per_s: float, memory_bytes_per_s: float, name: str = "") -> Datasheet | None:
-    """Return a datasheet with nearly the given rates, preferably that of `name`."""
     for _, sheet in sorted(KNOWN.items(), key=lambda item: item[0] != name):
         pairs = ((flops_per_s, sheet.flops_per_s), (memory_bytes_per_s, sheet.memory_bytes_per_s))
         if all(abs(device_speed - sheet_speed) <= _NEAR * sheet_speed for device_speed, sheet_speed in pairs):
@@ -122,10 +121,10 @@ def known(flops_per_s: float, memory_bytes_per_s: float, name: str = "") -> Data
 
 
 def sheet_of(gpu: str) -> Datasheet | None:
-    """Return the datasheet of a GPU by its driver's name, such as "NVIDIA H100 80GB HBM3"; None if unknown."""
+    """Return the datasheet for a driver's GPU name, such as "NVIDIA H100 80GB HBM3", or None."""
     words = set(gpu.lower().replace("-", " ").split())
     if words & _VARIANTS:
         return None
-    # Drivers do not write "SXM" as a word. The name that matches the most words is the most specific.
+    # Drivers do not write "SXM" as a word. The name that matches most words is the most specific.
     matches = [name for name in KNOWN if set(name.split("-")) - {"sxm"} <= words]
     return KNOWN[max(matches, key=lambda name: len(words & set(name.split("-"))))] if matches else None

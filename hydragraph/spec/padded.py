@@ -26,8 +26,8 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
 
     Args:
         given: sequences, each a tensor [L], NumPy array or list of token ids, or a mapping of tensors [L, ...]. A
-            mapping may also contain a batch [B, L, ...] or lists of token ids, with an `attention_mask` that marks
-            padding on the right.
+            mapping may also hold a batch [B, L, ...] or lists of token ids, with an `attention_mask` that marks padding
+            on the right.
         own: names of user-defined fields; an `attention_mask` or `token_type_ids` among them is not interpreted.
 
     Raises:
@@ -86,7 +86,7 @@ def _unpadded(row: dict[str, Any], index: int, own: Collection[str]) -> dict[str
     row = dict(row)
     types = row.get(_TYPES)
     if _TYPES not in own and isinstance(types, Tensor) and not types.any():
-        # Models use zeros if this field is missing
+        # Models use zeros if this is missing
         del row[_TYPES]
     mask = row.pop(MASK, None) if MASK not in own else None
     if mask is None:
@@ -95,7 +95,7 @@ def _unpadded(row: dict[str, Any], index: int, own: Collection[str]) -> dict[str
     if not isinstance(mask, Tensor) or not isinstance(ids, Tensor) or mask.dim() != 1 or mask.shape != ids.shape:
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise _refused(f"an attention_mask of {shape}", index)
-    # Padding on the right: all ones precede all zeros.
+    # Right padding: all ones precede all zeros.
     length = int((mask != 0).sum())
     if not torch.equal(mask, (torch.arange(len(mask), device=mask.device) < length).to(mask.dtype)):
         raise _refused("an attention_mask other than ones followed by zeros", index)

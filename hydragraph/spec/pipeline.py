@@ -71,7 +71,7 @@ class Stage:
 
     @property
     def kind(self) -> StageKind:
-        # On a single device, these flags do not change the graphs, so the kinds are equal.
+        # On one device, these flags do not change the graphs.
         several = self.tp > 1
         return StageKind(self.tp, self.sequence_parallel and several, self.recompute, self.sums_in_pieces and several)
 
@@ -102,7 +102,7 @@ class Pipeline:
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """Index of each stage's device group, such as (0, 1, 0, 1) if two groups alternate."""
+        """Index of each stage's device group, such as (0, 1, 0, 1) if two alternate."""
         number: dict[tuple[int, ...], int] = {}
         return tuple(number.setdefault(stage.devices, len(number)) for stage in self.stages)
 
@@ -130,7 +130,6 @@ def is_whole(value: object) -> bool:
 
 
 def as_tuple(name: str, value: object) -> tuple[Any, ...]:
-    """Return a sequence as a tuple; for other values, raise a ValueError that names the field."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ValueError(f"{name!r} is {value!r}: give a list")
     return tuple(value)

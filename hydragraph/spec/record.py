@@ -41,7 +41,7 @@ def parse_yaml(text: str) -> object:
     return data
 
 
-# Patterns of PyYAML's messages, each with the message that replaces it. FOUND stands for the character at the error.
+# PyYAML's messages, with replacements. FOUND stands for the character at the error.
 _MISTAKES = {
     "while parsing a flow sequence": "its '[' is not closed: add ']', or a comma",
     "while parsing a flow mapping": "its '{' is not closed: add '}', or a comma",
@@ -66,11 +66,11 @@ def _mistake(error: yaml.YAMLError) -> str:
         return str(error)
     said = f"{error.context}, {error.problem}"
     remedy = next((text for pattern, text in _MISTAKES.items() if re.search(pattern, said)), f"{error.problem}")
-    # PyYAML reports the end of the text. The place where a bracket or quote opens helps more.
+    # PyYAML reports the end of the text; the opening bracket or quote helps more.
     if remedy.startswith("its ") and error.context_mark is not None:
         mark = error.context_mark
     found = (mark.buffer or "")[mark.pointer : mark.pointer + 1]
-    # PyYAML ends a text with this character
+    # PyYAML's end of a text
     if found == "\0" and "FOUND" in remedy:
         remedy = "the text ends here, but a bracket is not closed: add the missing ']' or '}'"
     return f"line {mark.line + 1}, column {mark.column + 1}: {remedy.replace('FOUND', repr(found))}"
@@ -92,19 +92,19 @@ def checked_record(cls: type[Record], data: object, path: str | Path, name: str,
 def from_record(
     cls: type[Record], data: object, path: str = "", name: str = "", hints: Mapping[str, str] = MappingProxyType({})
 ) -> Record:
-    """Build a dataclass, including nested dataclasses, from mappings and lists.
+    """Build a dataclass, including nested ones, from mappings and lists.
 
     Args:
         path: path of `data` in the file, such as "pipelines[0].stages[1]".
         name: name of the top-level value in messages; default: the class.
-        hints: remedy for an unknown field, by name; default: the most similar field.
+        hints: remedies for unknown fields, by name; default: the most similar field.
     """
     where = path or name or cls.__name__.lower()
     names = [field.name for field in fields(cls)]
     if not isinstance(data, dict):
         remedy = hints.get(path) or f"give {_example(cls)}"
         raise ValueError(f"{where}: expected a mapping with {', '.join(names)}, but it is {data!r:.80}: {remedy}")
-    # Unknown fields first, because a misspelled required field is also missing.
+    # Unknown fields first: a misspelled required field is also missing.
     for name in data:
         if name not in names:
             raise ValueError(f"{where}: unknown field {name!r}: {hints.get(str(name)) or _meant(cls, str(name))}")
@@ -139,7 +139,7 @@ def _sections(cls: type[Any]) -> Iterator[tuple[str, type[Any]]]:
 def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -> object:
     if get_origin(hint) in (Union, UnionType) and value is not None:
         records = [part for part in get_args(hint) if is_dataclass(part)]
-        # The first type of a union, which is the type of an optional section.
+        # A union's first type is that of an optional section.
         hint = records[0] if len(records) == 1 else hint
     if is_dataclass(hint) and isinstance(hint, type):
         # Given as text
@@ -154,7 +154,7 @@ def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -
                 f"{path}: expected a mapping of names, but it is {value!r:.80}: give {{NAME: {_example(item)}}}"
             )
         return {str(key): from_record(item, entry, f"{path}.{key}", hints=hints) for key, entry in value.items()}
-    # A list of sections. The section's own checks handle all other types.
+    # A list of sections, which check all other types.
     item = get_args(hint)[0] if get_origin(hint) is tuple else None
     if not (is_dataclass(item) and isinstance(item, type)):
         return value
@@ -170,12 +170,11 @@ def _example(cls: type[Any]) -> str:
 
 
 def section_record(cls: type[Any], name: str, value: object) -> Any:
-    """Convert a field's value, which may be text, to YAML data."""
     return to_record(_from_value(get_type_hints(cls)[name], value, name, {}))
 
 
 def to_record(value: Any) -> Any:
-    """Return a dataclass as dicts, lists and scalars, omitting default values."""
+    """Return a dataclass as dicts, lists and scalars, without default values."""
     if is_dataclass(value):
         own = ((field, getattr(value, field.name)) for field in fields(value))
         return {field.name: to_record(entry) for field, entry in own if entry != field.default}
@@ -195,12 +194,12 @@ def flow_yaml(value: object) -> str:
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with the types of YAML 1.2: 1e9 is a number, but 010, 1:00 and dates are text.
 
-    A repeated field is an error.
+    Repeated fields are errors.
     """
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         tag = super().resolve(kind, value, implicit)
-        # implicit is (True, False) for text without quotes, whose type PyYAML chooses.
+        # implicit is (True, False) for unquoted text, whose type PyYAML chooses.
         old = tag.endswith(":timestamp") or (tag.endswith((":int", ":float")) and _OLD.match(value))
         return self.DEFAULT_SCALAR_TAG if old and implicit == (True, False) else tag
 

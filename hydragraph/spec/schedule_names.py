@@ -1,4 +1,4 @@
-"""Names of the pipeline schedules. Their instruction orders are built in `ir/schedules`."""
+"""Names of the pipeline schedules, which `ir/schedules` builds."""
 
 from __future__ import annotations
 

@@ -8,11 +8,7 @@ from typing import NamedTuple
 
 
 class StageKind(NamedTuple):
-    """Settings that determine the graphs of a stage.
-
-    Attributes:
-        sequence_parallel, recompute, sums_in_pieces: as in `Stage`.
-    """
+    """Settings that determine a stage's graphs, as in `Stage`."""
 
     tp: int = 1
     sequence_parallel: bool = False
@@ -21,13 +17,12 @@ class StageKind(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Name such as tp2sr0.5: degree 2, with the flags sr0.5 (`spec.strategy_text`)."""
+        """Name such as tp2sr0.5: degree 2, with the flags sr0.5."""
         flags = "s" * self.sequence_parallel + recompute_flag(self.recompute) + "p" * self.sums_in_pieces
         return f"tp{self.tp}{flags}"
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The kind's settings in words."""
         budget = "" if isinstance(self.recompute, bool) else f" within a memory budget of {self.recompute:g}"
         return (
             *["sequence parallel"] * self.sequence_parallel,
@@ -51,14 +46,13 @@ class StageKind(NamedTuple):
         return tuple(StagePart(self, index) for index in range(self.tp))
 
 
-# Number of pieces with `sums_in_pieces`. More pieces would hide more communication, but each piece adds latency.
+# Pieces with `sums_in_pieces`; more would hide more communication, but each adds latency.
 PIECES = 2
-# Memory budgets that the planner proposes. Each budget needs a compilation of its own.
+# Memory budgets that the planner proposes; each needs a compilation.
 BUDGETS = (0.75, 0.5, 0.25)
 
 
 def is_budget(value: object) -> bool:
-    """Return whether a value is a multiple of 0.01 in (0, 1)."""
     return isinstance(value, float) and 0 < value < 1 and round(value, 2) == value
 
 

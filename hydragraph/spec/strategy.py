@@ -72,7 +72,7 @@ class Strategy:
                     f"{earlier[pipeline]}, stage 0, and these two pipelines are equal; remove one "
                     "of them: the other can run its micro-batches too"
                 )
-        # for each device: the description of its stage, the pipeline, and the first layer with the stage
+        # device -> description of its stage, pipeline, and first layer with the stage
         owners: dict[int, tuple[str, int, tuple[int, Stage]]] = {}
         for i, j, first, stage in self._placed_stages():
             where = f"pipeline {i}, stage {j}"
@@ -82,8 +82,8 @@ class Strategy:
                 there, owner, other = owners.setdefault(device, (where, i, (first, stage)))
                 if owner == i and replace(other[1], layers=stage.layers) == stage:
                     continue  # interleaved stages
-                # Pipelines share a stage only if all of it is equal. Interleaved stages may
-                # differ in layers, which the message then omits.
+                # Shared stages must be equal. Interleaved stages may differ in layers, which the
+                # message then omits.
                 if other != (first, stage):
                     counterpart = (first, replace(other[1], layers=stage.layers)) if owner == i else other
                     raise ValueError(
@@ -118,14 +118,14 @@ class Strategy:
 
     @cached_property
     def joined(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of pipelines that share stages, directly or through other pipelines, such as ((0, 2), (1,))."""
-        # groups: pipeline -> the list of its group, one object for all members. first_of: first
-        # device of a stage -> first pipeline with this stage.
+        """Groups of pipelines that share stages, directly or through others, such as ((0, 2), (1,))."""
+        # groups: pipeline -> its group's list, one object for all members.
+        # first_of: a stage's first device -> first pipeline with this stage.
         groups = {i: [i] for i in range(len(self.pipelines))}
         first_of: dict[int, int] = {}
         for i, pipeline in enumerate(self.pipelines):
             for stage in pipeline.stages:
-                # Two stages have either equal devices or no common device.
+                # Two stages have equal devices or no common device.
                 one = groups[i]
                 other = groups[first_of.setdefault(stage.devices[0], i)]
                 if one is not other:
@@ -164,11 +164,11 @@ class Strategy:
         return f"{self.name}@{self.fingerprint}"
 
     def place(self, rank: int) -> Place | None:
-        """Return a rank's first place, or None if the rank is idle."""
+        """Return a rank's first place, or None if it is idle."""
         return next(iter(self.places(rank)), None)
 
     def places(self, rank: int) -> tuple[Place, ...]:
-        """Return a rank's places: several for shared or interleaved stages, none if the rank is idle."""
+        """Return a rank's places: several for shared or interleaved stages, none if idle."""
         return tuple(
             Place(i, j, stage.devices.index(rank), first, first + stage.layers)
             for i, j, first, stage in self._placed_stages()
@@ -186,7 +186,7 @@ class Strategy:
         """Raise a ValueError unless the strategy fits `layers` layers and `ranks` ranks.
 
         Args:
-            heads: counts of query heads that every tensor-parallel degree must divide.
+            heads: counts of query heads that tensor-parallel degrees must divide.
         """
         if self.layers != layers:
             fix = f"add {layers - self.layers}" if self.layers < layers else f"remove {self.layers - layers}"
@@ -212,7 +212,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str, layers: int) -> Strategy:
-        """Parse text such as "<tp2,pp1> + 2*<tp1,pp2>" (`spec.strategy_text`), and check any fingerprint in it."""
+        """Parse text such as "<tp2,pp1> + 2*<tp1,pp2>" (`spec.strategy_text`), and check any fingerprint."""
         if not isinstance(text, str):
             raise ValueError(f'strategy text is {text!r}: give a string such as "<tp2,pp1> + 2*<tp1,pp2>"')
         if not is_whole(layers) or layers < 1:
@@ -232,7 +232,7 @@ class Strategy:
 
     @classmethod
     def read(cls, text: str, layers: int) -> Strategy:
-        """Read a config's strategy: the path of a YAML file, YAML on one line, or text for `parse`."""
+        """Read a config's strategy: a YAML file's path, YAML on one line, or text for `parse`."""
         if isinstance(text, str) and text.endswith((".yaml", ".yml")):
             return cls.load(text)
         if isinstance(text, str) and text.startswith("{"):
@@ -247,14 +247,14 @@ class Strategy:
         return load_record(cls, path)
 
     def save(self, path: str | Path) -> None:
-        """Write a YAML file for `load`, omitting default values."""
+        """Write a YAML file for `load`, without default values."""
         data = self.to_dict()
         lines = ["pipelines:", *(f"  - stages: {flow_yaml(pipeline['stages'])}" for pipeline in data.pop("pipelines"))]
         lines += [f"{name}: {value}" for name, value in data.items()]
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the strategy as YAML data, omitting default values."""
+        """Return the strategy as YAML data, without default values."""
         data: dict[str, Any] = to_record(self)
         return data
 

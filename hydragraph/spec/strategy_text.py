@@ -7,9 +7,8 @@
                g = stream gradients (not with w), o = offload activations, p = sums in pieces (not with s); a memory
                budget may follow r, as in sr0.5w
 
-A regular pipeline `<tpT,ppP>` uses the T*P devices that follow the highest device of the pipelines before it, and
-splits the layers evenly. `<tpT,ppP,vV>` splits the layers into P*V stages, which the P groups of devices run in turn
-(interleaved).
+A regular pipeline `<tpT,ppP>` uses the T*P devices after the highest one of earlier pipelines, and splits the layers
+evenly. `<tpT,ppP,vV>` splits them into P*V stages, which the P groups of devices run in turn (interleaved).
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ _SWITCHES = {"s": "sequence_parallel", "o": "offload", "p": "sums_in_pieces"}
 
 
 def parse_strategy(text: str, layers: int) -> tuple[tuple[Pipeline, ...], str]:
-    """Parse a strategy's text for a model of `layers` layers into pipelines and schedule.
-
-    Raises:
-        ValueError: the text is invalid; the message underlines the wrong part.
-    """
+    """Parse a strategy's text into pipelines and schedule; a ValueError underlines the wrong part."""
     reader = _TokenReader(text)
     pipelines = list(_parse_term(reader, layers, first=0))
     while reader.skip("+"):
@@ -61,7 +56,7 @@ def parse_strategy(text: str, layers: int) -> tuple[tuple[Pipeline, ...], str]:
 
 def format_strategy(pipelines: Sequence[Pipeline], schedule: str) -> str:
     """Return the shortest text for `parse_strategy`."""
-    # firsts: where a regular pipeline would begin, after the highest device so far.
+    # firsts: where a regular pipeline would begin, after the highest earlier device.
     firsts = accumulate((_next_device([pipeline]) for pipeline in pipelines), max, initial=0)
     texts = [_format_pipeline(pipeline, first) for pipeline, first in zip(pipelines, firsts, strict=False)]
     runs = [(text, len(list(run))) for text, run in groupby(texts)]
@@ -106,7 +101,7 @@ def _flags(stage: Stage) -> str:
 
 
 class _Token(NamedTuple):
-    # The empty text marks the end
+    # "" marks the end
     text: str
     start: int
 
@@ -125,7 +120,7 @@ class _TokenReader:
         return not self.peek()
 
     def take(self) -> _Token:
-        # The last token, the end, is returned again by later calls.
+        # Later calls return the last token, the end, again.
         token = self.tokens[self.at]
         self.at += bool(token.text)
         return token
@@ -152,7 +147,7 @@ class _TokenReader:
     def error(self, message: str, token: _Token, last: _Token | None = None) -> ValueError:
         end = last or token
         width = max(end.start + len(end.text) - token.start, 1)
-        # The text becomes one line, in which columns are unchanged.
+        # One line, in which columns are unchanged.
         shown = "".join(" " if c.isspace() else c for c in self.text)
         instead = "" if token.text else ", found the end"
         return ValueError(f"strategy text: {message}{instead}\n  {shown}\n  {' ' * token.start}{'^' * width}")
@@ -221,7 +216,7 @@ def _parse_flags(reader: _TokenReader) -> dict[str, Any]:
     start = reader.take()
     letters = start.text
     budget: float | None = None
-    # sr0.5w is three tokens: letters, the budget, and more letters.
+    # sr0.5w is three tokens: letters, budget, letters.
     if letters.endswith("r") and "." in reader.peek():
         number = reader.take()
         budget = float(number.text)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 
-# Maximum, because planning larger mini-batches takes minutes
+# Planning larger mini-batches takes minutes
 MOST_SEQUENCES = 100_000
 
 
@@ -58,7 +58,7 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """T^2 / Q sequences of Q / T tokens, where T and Q are the mean sums of lengths and of squared lengths."""
+        """T^2 / Q sequences of Q / T tokens, with T and Q the mean sums of lengths and of squared lengths."""
         if not self.lengths:
             return self
         tokens = sum(map(sum, self.batches)) / len(self.batches)
@@ -77,7 +77,7 @@ class Workload:
 
 
 def full_lengths(tokens: int, longest: int) -> list[int]:
-    """Divide a mini-batch's tokens into sequences of `longest` tokens and at most one shorter sequence."""
+    """Divide a mini-batch's tokens into sequences of `longest` tokens and at most one shorter one."""
     count, rest = divmod(max(tokens, longest), longest)
     check_sequences(count)
     return [longest] * count + [rest] * (rest > 1)

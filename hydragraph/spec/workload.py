@@ -48,7 +48,7 @@ class Field:
 
     Attributes:
         sizes: sizes of the dimensions after the token dimension.
-        padding: value at padding positions; for targets, a value that the loss ignores.
+        padding: value at padding positions; for targets, one that the loss ignores.
     """
 
     dtype: torch.dtype
@@ -63,10 +63,10 @@ def sequence_of(
 
     Args:
         given: 1-D integer ids, or a mapping with input_ids, labels or shift_labels (-100: no target), and user-defined
-            fields [L, ...]. A field [L] may also be one number, which holds for all tokens. position_ids that count
-            0, 1, 2, ... are ignored.
-        causal: if True, shift labels by one position, and use input_ids if labels are missing; if False, labels are
-            required. `shift_labels` are already shifted.
+            fields [L, ...]. A field [L] may be one number for all tokens. position_ids that count 0, 1, 2, ... are
+            ignored.
+        causal: if True, shift labels by one position, except `shift_labels`, and use input_ids if labels are missing;
+            if False, labels are required.
 
     Returns:
         The sequence as contiguous CPU tensors, with int64 ids and labels.
@@ -84,7 +84,7 @@ def sequence_of(
     if isinstance(ids_given, Tensor) and not ids_given.dim():
         raise ValueError(f"sequence {index}: input_ids is one number, {ids_given}; pass {_wanted('input_ids', own)}")
     size = ids_given.shape[:1] if isinstance(ids_given, Tensor) else ()
-    # One number for all tokens becomes a tensor, and then all fields are checked alike.
+    # One number for all tokens becomes a tensor, so that all fields are checked alike.
     for name in own:
         brought[name] = _per_token(brought[name], own[name], sum(size))
     for name, value in brought.items():
@@ -95,7 +95,7 @@ def sequence_of(
         brought[name] = value.detach().to("cpu", kind.dtype).contiguous()
     if not causal and not {"labels", "shift_labels"} & set(brought):
         raise ValueError(f"sequence {index} has no labels; masked models need them (-100 where a token does not count)")
-    # The label at position t is the target of token t. In causal models, this is token t + 1.
+    # The label at position t is the target of token t; in causal models, token t + 1.
     ids = brought["input_ids"]
     labels = brought.get("labels", ids)
     moves = causal and "shift_labels" not in brought

@@ -1,1 +1,1 @@
-"""Reading and writing of weights in Hugging Face directories."""
+"""Weights in Hugging Face directories."""

@@ -1,6 +1,6 @@
 """Detection of stored heads that only other classes of the model's family have; they are not loaded.
 
-A directory of `BertForPreTraining` has a pooler, which `BertForMaskedLM` does not have.
+An example is the pooler of `BertForPreTraining`, which `BertForMaskedLM` does not have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class ModelFamily:
 
     @staticmethod
     def of(model: nn.Module) -> ModelFamily:
-        """Collect classes from the Python modules that define a transformers model's class and its bases."""
         places = [vars(sys.modules[base.__module__]).values() for base in type(model).__mro__]
         modules = {
             value for place in places for value in place if isinstance(value, type) and issubclass(value, nn.Module)

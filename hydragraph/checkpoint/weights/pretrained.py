@@ -1,4 +1,4 @@
-"""Loader of safetensors directories. Each rank reads all headers, but only the elements that this rank owns."""
+"""Loader of safetensors directories. Each rank reads all headers, but only the elements that it owns."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class TensorNames:
     """Conversion of tensor names in files to names in a model.
 
     Attributes:
-        sources: canonical name of the parameter or buffer for each state-dict key.
-        prefix: `base_model_prefix` of a transformers model; None for other modules.
+        sources: canonical parameter or buffer name for each state-dict key.
+        prefix: `base_model_prefix` of a transformers model, or None.
     """
 
     sources: Mapping[str, str]
@@ -71,14 +71,14 @@ class TensorNames:
         conversions = copy.deepcopy(self.conversions)
         renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
-        # pieces: model tensor -> (its converter, source pattern -> stored tensors that form it)
+        # pieces: model tensor -> (its converter, source pattern -> stored tensors)
         wholes_by_name: list[tuple[str, JoinedTensor]] = []
         pieces: dict[str, tuple[Any, dict[str, list[StoredTensor]]]] = {}
-        # Transformers' annotation asks for a dict, but the function only reads the argument.
+        # The annotation asks for a dict, but the function only reads.
         sources: Any = self.sources
         for key in sorted(held, key=dot_natural_key):
             name, computed = rename_source_key(key, renamings, converters, self.prefix, sources)
-            # Renamings may match a key that is already right. Keep such a key.
+            # Renamings may match a correct key, which is kept.
             if name not in self.sources and key in self.sources:
                 name, computed = rename_source_key(key, [], [], self.prefix, sources)
             if computed is None:
@@ -96,14 +96,14 @@ class TensorNames:
 
 
 def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: TensorNames, groups: Groups) -> None:
-    """Read this rank's weights, and all persistent buffers, from a directory.
+    """Read this rank's weights, and all persistent buffers, from a directory (collective call).
 
-    Must be called on all ranks. All headers are checked before any weight changes. Tensors that the model ties must
-    be equal. Heads that the model does not have, and keys that `transformers` ignores, are not read.
+    All headers are checked before any weight changes. Tied tensors must be equal. Heads that the model does not have,
+    and keys that `transformers` ignores, are not read.
 
     Raises:
         ValueError: on all ranks, if files are missing or damaged, or keys are missing, unknown or of another shape.
-        Unsupported: tensors are quantized, stored in pickle files, or need an unsupported conversion.
+        Unsupported: tensors are quantized, pickled, or need an unsupported conversion.
     """
     what = f"load pretrained {path}"
     stored, unread = together_own(groups, what, lambda: _matched(path, home, buffers, names))
@@ -117,8 +117,8 @@ def _matched(
     path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: TensorNames
 ) -> tuple[Mapping[str, tuple[JoinedTensor, ...]], list[str]]:
     # places: canonical name -> stored tensors, several if tied weights
-    #   are stored under several keys
-    # unplaced: stored key -> the name after conversion, which the model does not have
+    #   have several keys
+    # unplaced: stored key -> converted name, not in the model
     places: dict[str, tuple[JoinedTensor, ...]] = {}
     unplaced: dict[str, str] = {}
     for name, whole in names.placed(contents(path)):
@@ -202,8 +202,7 @@ def _read(
     whole = {name: {torch.Size([0] * b.dim()): b} for name, b in buffers.items()}
     destinations = {**whole, **owned}
     with torch.no_grad():
-        # First fill every parameter, then compare further copies of tied
-        # weights with what was filled in.
+        # Fill every parameter first, then compare further copies of tied weights.
         for _, there, here in _meetings(destinations, ((name, several[0]) for name, several in stored.items())):
             here.copy_(there)
         again = ((name, stored_whole) for name, several in stored.items() for stored_whole in several[1:])

@@ -1,4 +1,4 @@
-"""Writer of a trained model as a directory for transformers or peft."""
+"""Writer of a model's directory for transformers or peft."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def published_names(shell: MetaModel | None, state: Mapping[str, Tensor]) -> dic
 
 
 def fp32_keys(model: nn.Module) -> frozenset[str]:
-    """Return the state-dict keys of tensors that the model's classes keep or create in fp32."""
+    """Return the state-dict keys that the model's classes keep or create in fp32."""
     names: set[str] = set()
     for module in model.modules():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
@@ -126,10 +126,7 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
-    """Return the base model with the active adapters merged in.
-
-    If the merged head differs from its tied embeddings, the two are untied.
-    """
+    """Return the base model with active adapters merged in; a head that then differs from tied embeddings is untied."""
     # Merging changes weights in place, so tied weights need copies.
     model.load_state_dict({key: tensor.clone() for key, tensor in state.items()}, assign=True)
     base = model.get_base_model()
@@ -169,7 +166,6 @@ def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
 
 
 def check(shell: MetaModel | None, merged: bool) -> MetaModel:
-    """Return `shell`; raise Unsupported if its model cannot be written."""
     if shell is None:
         raise Unsupported(
             "a model that is not from transformers",

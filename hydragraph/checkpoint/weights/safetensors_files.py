@@ -1,4 +1,4 @@
-"""Directories of safetensors files, and functions that read boxes (slices) of tensors."""
+"""Directories of safetensors files, read in boxes (slices) of tensors."""
 
 from __future__ import annotations
 
@@ -85,8 +85,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def readers(wanted: Iterable[tuple[T, StoredTensor]]) -> Iterator[tuple[T, Read]]:
-    """Yield each item with a function that reads a box (offsets, sizes) of its tensor."""
-    # Group the requests by file, so that each file is opened once.
+    """Yield each item with a reader of boxes (offsets, sizes) of its tensor."""
     by_file: dict[Path, list[tuple[T, str]]] = {}
     for item, stored in wanted:
         by_file.setdefault(stored.file, []).append((item, stored.key))

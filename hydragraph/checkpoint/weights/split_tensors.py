@@ -1,4 +1,4 @@
-"""Model tensors that are split or merged in files, as in some models on the Hugging Face Hub.
+"""Model tensors that are split or merged in files, as on the Hugging Face Hub.
 
 gate_up_proj [8 experts, 2 x 14336, 4096]  =  cat(stack(w1 of each expert), stack(w3 of each expert), dim 1)
 the piece experts.5.w3 [14336, 4096] begins at (5, 14336, 0) and has no dimension 0
@@ -22,7 +22,7 @@ class StoredPiece:
     """A stored tensor that is part of a model tensor.
 
     Attributes:
-        at: start of the piece in the model tensor; negative if the model tensor starts inside the piece.
+        at: the piece's start in the model tensor; negative if the model tensor starts inside the piece.
         lacks: dimensions of the model tensor that `stored` does not have.
     """
 
@@ -57,11 +57,7 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredOverlap:
-    """Overlap of a piece with a box of the model tensor.
-
-    Attributes:
-        source: offsets and sizes within the stored tensor.
-    """
+    """Overlap of a piece with a box of the model tensor; `source` has its offsets and sizes in the stored tensor."""
 
     source: tuple[list[int], list[int]]
     target: tuple[slice, ...]
@@ -70,8 +66,6 @@ class StoredOverlap:
 
 @dataclass(frozen=True)
 class JoinedTensor:
-    """A model tensor, and the stored pieces (usually one) that form it."""
-
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
 
@@ -92,16 +86,16 @@ class JoinedTensor:
 
 
 def assemble(converter: Any, stored: Mapping[str, Sequence[StoredTensor]], name: str) -> dict[str, JoinedTensor] | None:
-    """Return the model tensors that a converter builds from stored tensors; None if the converter computes values.
+    """Return the model tensors that a converter builds, or None if it computes values.
 
     Args:
-        stored: source pattern of the converter -> stored tensors, sorted by name.
+        stored: the converter's source pattern -> stored tensors, sorted by name.
     """
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 
     targets = list(converter.target_patterns)
-    # groups: tensors by source pattern; each operation maps them, until
-    #   one tensor per target is left
+    # groups: tensors by source pattern; operations map them until one
+    #   tensor per target is left
     groups = [[JoinedTensor.of(s) for s in stored[p]] for p in converter.source_patterns if stored.get(p)]
     for operation in converter.operations:
         if type(operation) is MergeModulelist:
