@@ -1,1 +1,1 @@
-"""A training run: config, folder, loop, metrics, slow ranks (`stragglers/`) and injected faults (`chaos/`)."""
+"""A training run: config, folder, loop, metrics, slow ranks and injected faults."""

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 
 class RanksIfEqual(int):
-    """Number of ranks if every machine has as many GPUs as this machine."""
+    """Number of ranks if every machine has as many GPUs as this one."""
 
 
 @dataclass(frozen=True)
 class AvailableDevices:
-    """Devices for a run; each device is used by one process."""
-
     ranks: int
     cuda: bool
     text: str
@@ -26,15 +24,14 @@ def own_gpus(device: str | None = None) -> int:
 
 
 def devices_here(device: str | None = None, supervised: bool = True) -> AvailableDevices:
-    """Return the launcher's devices, or this machine's devices without a launcher.
+    """Return the launcher's devices, or this machine's devices if there is no launcher.
 
     Args:
-        supervised: whether a launcher's single process per machine starts one rank per GPU.
+        supervised: whether a launcher's only process per machine starts one rank per GPU.
     """
     gpus = own_gpus(device)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        # One process per machine starts a rank for each GPU; the other machines are assumed to be
-        # equal.
+        # One process per machine starts a rank per GPU; machines are assumed equal.
         alone = supervised and os.environ.get("LOCAL_WORLD_SIZE") == "1"
         processes = int(os.environ["WORLD_SIZE"])
         ranks = RanksIfEqual(processes * max(gpus, 1)) if alone else processes

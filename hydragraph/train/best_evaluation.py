@@ -26,6 +26,6 @@ def without_improvement(history: Iterable[Metrics], least: float) -> int:
 
 
 def _comparable(history: Iterable[Metrics]) -> list[tuple[int, float]]:
-    # Losses on other evaluation data, from earlier sessions, cannot be compared.
+    # Losses on other evaluation data cannot be compared.
     evaluated = [(m.eval_data, m.step, m.eval_loss) for m in history if m.eval_loss is not None]
     return [(step, loss) for data, step, loss in evaluated if data == evaluated[-1][0]]

@@ -1,4 +1,4 @@
-"""Callbacks that rank 0 calls during a run, such as loggers."""
+"""Callbacks that rank 0 calls, such as loggers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _BUILT_IN = {"wandb": "hydragraph.train.callbacks:WeightsAndBiases"}
 
 
 class Callbacks:
-    """Objects that may define on_start(config), on_step(metrics), on_evaluate(metrics), on_checkpoint(step, path) and
-    on_end().
+    """Objects with any of the methods in `EVENTS`: on_start(config), on_step(metrics), on_evaluate(metrics),
+    on_checkpoint(step, path) and on_end().
     """
 
     def __init__(self, objects: Sequence[object] = ()) -> None:
@@ -37,7 +37,6 @@ class Callbacks:
 
     @contextmanager
     def started(self, config: TrainConfig) -> Iterator[None]:
-        """Call each object's on_start before the `with` block, and on_end after the block."""
         with ExitStack() as ends:
             for callback in self._objects:
                 _call(callback, "on_start", config)
@@ -71,17 +70,13 @@ def _end(callback: object, kind: type[BaseException] | None, *_: object) -> None
 
 
 def load_callback(name: str) -> object:
-    """Return the object "module:name", or an instance if the object is a class.
-
-    Raises:
-        ValueError: the object does not exist, or has no callback method.
-    """
+    """Return the object "module:name", or an instance if it is a class; raise ValueError if it has no callbacks."""
     module, colon, attribute = _BUILT_IN.get(name, name).partition(":")
     if not colon or not module or not attribute:
         raise ValueError(
             f"callbacks: {name!r} is not an import path: write module:name, such as my_callbacks:Printer, or 'wandb'"
         )
-    # Callbacks may be modules of the working directory, which scripts do not import from.
+    # Callbacks may be in the working directory, from which scripts do not import.
     path = list(sys.path)
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -102,14 +97,14 @@ def load_callback(name: str) -> object:
         raise ValueError(f"callbacks: {name!r} has none of the methods {', '.join(EVENTS)}: define one of them")
     for method in dir(callback):
         meant = get_close_matches(method, EVENTS, n=1) if method.startswith("on_") else []
-        # A method such as on_steps would silently never run.
+        # A method such as on_steps would never run.
         if meant and method not in EVENTS:
             raise ValueError(f"callbacks: {name!r} has {method}, which is never called: did you mean {meant[0]}?")
     return callback
 
 
 class WeightsAndBiases:
-    """Logger for Weights & Biases, configured by environment variables such as WANDB_PROJECT."""
+    """Logger for Weights & Biases, configured by environment variables."""
 
     def __init__(self) -> None:
         try:

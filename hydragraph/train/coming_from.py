@@ -1,4 +1,4 @@
-"""Replacements for other frameworks' config fields, from `coming_from.md`."""
+"""Replacements for other frameworks' config fields (`coming_from.md`)."""
 
 from __future__ import annotations
 

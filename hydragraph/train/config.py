@@ -531,7 +531,7 @@ class TrainConfig:
             supervised = self.elastic.min_ranks != 0 and (self.measures or self.elastic.survives)
             self._set("ranks", devices_here(self.device, supervised).ranks if self.automatic else 1)
         if isinstance(self.epochs, int | float) and self.epochs == 0 and self.epochs is not False:
-            # `epochs: 0` means that `steps` determines the length of the run
+            # `epochs: 0` means that `steps` determines the run's length
             self._set("epochs", None)
         # YAML reads `off` as False
         if isinstance(self.check, bool) and not self.check:

@@ -66,7 +66,7 @@ def check_model(config: TrainConfig, model: nn.Module) -> None:
         name = type(model).__name__
         raise ValueError(f"model.architecture: {name} has no language model head: use a class such as LlamaForCausalLM")
     heads, groups = (_size(settings, name) for name in ("num_attention_heads", "num_key_value_heads"))
-    # num_key_value_heads has no meaning if keys are computed from a smaller projection (DeepSeek).
+    # Keys from a smaller projection (DeepSeek) make num_key_value_heads meaningless.
     projected = any(name.endswith(".k_proj") for name, _ in model.named_modules())
     if projected and heads and groups and heads % groups:
         raise ValueError(

@@ -72,8 +72,7 @@ def overridden(config: Config, given: Any, texts: Sequence[str]) -> Config:
     of each pair in `_PAIRS` exclude each other: overriding one removes the other.
     """
     data = dict(given)
-    # Apply all overrides before reporting an error: one may be valid only together with a later
-    # one.
+    # Apply all overrides before reporting an error: one may be valid only with a later one.
     names = {text.partition("=")[0].strip() for text in texts}
     failures: list[str] = []
     for text in texts:

@@ -30,22 +30,20 @@ from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
 from hydragraph.train.reference_scores import Scores, evaluation_name, train_name
 
 STDLIB = "python-stdlib"
-# Version of the token files' encoding, which is part of the cache key
+# Version of the token files' encoding, a part of the cache key
 _ENCODING = 6
 _TOKENS = "tokens"
 _TOKENIZER = "tokenizer.json"
 _MOST_STEPS = 10**8
-# Python's tests contain files with deliberate errors.
+# Python's tests contain deliberate errors.
 _NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 
-# Arguments of a progress callback: activity, number of finished documents, finished fraction (0 if unknown).
+# Progress callback: activity, number of finished documents, finished fraction (0 if unknown).
 Progress = Callable[[str, int, float], None]
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedCorpus:
-    """A corpus as token files, with its tokenizer."""
-
     directory: Path
     tokenizer: Tokenizer
     files: tuple[TokenFile, ...]
@@ -71,7 +69,7 @@ _NO_TEXT = (
 
 
 def check_data(config: TrainConfig) -> None:
-    """Check the tokenizer, the chat template and the first record of every file."""
+    """Check the tokenizer, the chat template and each file's first record."""
     data = config.data
     holds: set[str] = set()
     for source in (*data.sources, *data.evaluation.values()):
@@ -168,22 +166,19 @@ def data_remarks(config: TrainConfig) -> Iterator[str]:
 
 
 def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
-    """Return the directory of a run's tokenizer and token files, which are created unless they are cached.
+    """Return the directory of a run's tokenizer and token files, which are created if missing.
 
-    The next call continues an interrupted preparation.
-
-    Raises:
-        ValueError: the corpus or the tokenizer is unusable.
+    The next call continues an interrupted preparation. Raise ValueError if the corpus or tokenizer is unusable.
     """
     data = config.data
     existing = _known_tokenizer(config)
     names = _corpora(data)
     directory = _cache(config) / _key(config, existing)
-    # The name of the directory is a digest of all inputs, so complete files are never outdated.
+    # The directory's name is a digest of all inputs, so complete files are never outdated.
     if _is_whole(directory, names):
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # Files are written to a hidden directory, which is renamed when all are complete.
+    # Files are written to a hidden directory, renamed when complete.
     partial = directory.with_name(f".{directory.name}.partial")
     with _alone(partial):
         # Another process created the directory
@@ -193,7 +188,7 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
         try:
             _make(config, existing, partial, progress or (lambda what, done, part: None))
         except ValueError:
-            # The user must change the data, so the partial files are useless
+            # The user must change the data, so partial files are useless
             shutil.rmtree(partial, ignore_errors=True)
             raise
         shutil.rmtree(directory, ignore_errors=True)
@@ -206,13 +201,13 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
         directory = partial / "tokenizer"
         shutil.rmtree(directory, ignore_errors=True)
         _make_tokenizer(config, existing, directory, progress)
-        # Move tokenizer.json last, because this file marks completion.
+        # Move tokenizer.json last: it marks completion.
         for file in sorted(directory.iterdir(), key=lambda file: file.name == _TOKENIZER):
             file.replace(partial / file.name)
         directory.rmdir()
     encoder = _encoder(config, partial)
     for name, (where, source) in _corpora(config.data).items():
-        # An earlier, interrupted call has written this file.
+        # Written by an interrupted call.
         if (partial / name).is_file():
             continue
         what = "writing the token file" if name == f"{_TOKENS}.bin" else f"writing {name}"
@@ -301,7 +296,7 @@ def open_tokens(config: TrainConfig, directory: Path) -> PreparedCorpus:
 
 
 def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
-    """Return the model's minimum vocabulary size and the end-of-text id; None if no tokenizer exists yet."""
+    """Return the minimum vocabulary size and end-of-text id, or None if there is no tokenizer yet."""
     existing = _known_tokenizer(config)
     directory = _cache(config) / _key(config, existing)
     if _is_whole(directory, _corpora(config.data)):
@@ -314,7 +309,7 @@ def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
 
 
 def verify(config: TrainConfig, directory: Path, progress: Progress | None = None) -> None:
-    """Verify the token files; a ValueError names the first damaged file."""
+    """Verify the token files; a ValueError names a damaged file."""
     report = progress or (lambda what, done, part: None)
     for name in _corpora(config.data):
         file = TokenFile.open(directory / name)
@@ -347,7 +342,7 @@ def _alone(partial: Path) -> Iterator[None]:
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Another process may have finished and moved the directory.
+            # Another process may have moved the directory.
             if partial.exists() and os.path.samestat(os.fstat(lock), partial.stat()):
                 yield
                 return
@@ -356,12 +351,8 @@ def _alone(partial: Path) -> Iterator[None]:
 
 
 def mini_batches(config: TrainConfig, tokens: PreparedCorpus, scores: Scores | None = None) -> Mixture:
-    """Return an endless stream of training mini-batches.
-
-    Raises:
-        ValueError: `data.overlong` is "refuse", and a document is too long.
-    """
-    # Every corpus is a stream of its own; a mixture draws from them by `data.weights`.
+    """Return an endless stream of mini-batches; raise ValueError for a document that `data.overlong` refuses."""
+    # Every corpus is a stream; a mixture draws by `data.weights`.
     members = [_training_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
     for i, member in enumerate(members):
         member.scores = None if scores is None else scores[train_name(i)]
@@ -418,11 +409,7 @@ def evaluation_streams(config: TrainConfig, tokens: PreparedCorpus) -> dict[str,
 
 
 def steps_of(config: TrainConfig, batches: Mixture) -> int:
-    """Return the number of training steps: `steps`, or the number of mini-batches in `epochs` passes over the data.
-
-    Args:
-        batches: new stream of mini-batches, which this function consumes.
-    """
+    """Return `steps`, or the number of mini-batches in `epochs`; this consumes the new stream `batches`."""
     if config.epochs is None:
         return config.steps
     steps = 0
@@ -431,7 +418,7 @@ def steps_of(config: TrainConfig, batches: Mixture) -> int:
         raise ValueError(
             f"epochs is {config.epochs:g}, which takes {left / config.data.tokens_per_step:.0e} steps: lower epochs"
         )
-    # `skip` returns the lengths of the next mini-batch without reading its tokens.
+    # `skip` returns a mini-batch's lengths without reading tokens.
     while left > 0:
         left -= sum(batches.skip())
         steps += 1
@@ -439,11 +426,7 @@ def steps_of(config: TrainConfig, batches: Mixture) -> int:
 
 
 def parts_of_epochs(batches: Mixture, parts: int, steps: int) -> frozenset[int]:
-    """Divide each epoch into `parts` equal parts; return the steps at which a part ends.
-
-    Args:
-        batches: new stream of mini-batches, which this function consumes.
-    """
+    """Divide each epoch into `parts` equal parts and return their last steps; this consumes the new `batches`."""
     complete = set[int]()
     drawn = 0
     for step in range(1, steps + 1) if parts else ():
@@ -501,7 +484,7 @@ def _key(config: TrainConfig, existing: Path | None) -> str:
         how = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in used]
     template = "" if data.chat_template is None else _read_template(data.chat_template)
     corpora = [
-        # Without `max_samples`, keys equal those of older versions.
+        # Without `max_samples`, keys equal older versions' keys.
         [name, corpus.fingerprint(*_read_from(source)), *([] if source.max_samples is None else [source.max_samples])]
         for name, (_, source) in _corpora(data).items()
     ]

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 
 def check_text(name: str, value: object) -> str:
-    """Check that a value is a non-empty string; return it with leading `~` expanded."""
     if not (isinstance(value, str) and value.strip()):
         raise ValueError(f"{name!r} is {value!r}: give a non-empty string")
     return os.path.expanduser(value)
@@ -54,14 +53,12 @@ def check_number(name: str, value: object, least: float = 0) -> None:
 
 
 def check_fraction(name: str, value: object, one: bool = False) -> None:
-    """Check that a value is at least 0 and below 1; with `one`, 1 is also valid."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not (0 <= value < 1 or (one and value == 1)):
         raise ValueError(f"{name!r} is {value!r}: give a number of at least 0 and {'at most' if one else 'below'} 1")
 
 
 def similar(name: str, known: Iterable[str], otherwise: str) -> str:
-    """Return a remedy for an unknown name: the most similar known name, or else `otherwise`."""
     close = get_close_matches(name, list(known), n=1)
     return f"did you mean {close[0]!r}?" if close else otherwise
 
@@ -75,7 +72,7 @@ Part = Annotated[float, partial(check_fraction, one=True)]
 
 
 def check_fields(record: object, *skipped: str) -> None:
-    """Check a frozen dataclass's fields of type `bool`, `str` or `Annotated`; optional fields may be None."""
+    """Check a dataclass's `bool`, `str` and `Annotated` fields; optional fields may be None."""
     cls: Any = type(record)
     for name, hint in _hints(cls).items():
         value = getattr(record, name)

@@ -1,6 +1,6 @@
-"""Goodput: the fraction of a run's wall time spent at full speed (docs/design/elastic.md).
+"""Goodput: the fraction of a run's wall time at full speed (docs/design/elastic.md).
 
-The time between the ends of two successive logged steps has three parts:
+The time between two logged steps has three parts:
 
     full speed  the trained tokens, divided by the tokens per second of undisturbed steps
     pauses      the seconds of `resumed` events
@@ -21,13 +21,13 @@ from hydragraph.train.stragglers.run_events import RunEvent, seconds_of
 
 @dataclass(frozen=True)
 class WallTime:
-    """A run's wall time `seconds`: the sum of `full_s`, `paused_s`, `lost_s` and `slower_s`.
+    """A run's wall time: the sum of `full_s`, `paused_s`, `lost_s` and `slower_s`.
 
     Attributes:
-        seconds: time between the ends of the first and the last step, without the time between sessions.
+        seconds: time between the ends of the first and last step, without gaps between sessions.
         rate: tokens per second in undisturbed steps; 0: unknown.
-        lost_s: time for repeated work and for the detection of failures.
-        slower_s: extra time of disturbed steps compared with undisturbed steps; negative if disturbed steps are faster.
+        lost_s: time to detect failures and repeat work.
+        slower_s: extra time of disturbed steps over undisturbed ones; may be negative.
     """
 
     seconds: float
@@ -47,7 +47,6 @@ class WallTime:
 
     @property
     def goodput(self) -> float | None:
-        """Fraction of `seconds` at full speed; None if the undisturbed rate is unknown."""
         return self.full_s / self.seconds if self.rate else None
 
 
@@ -61,17 +60,17 @@ class _Gap:
 
 
 def account(metrics: Sequence[Metrics], events: Sequence[RunEvent] = (), rate: float | None = None) -> WallTime | None:
-    """Split the wall time of a run; return None if fewer than two steps have an end time.
+    """Split a run's wall time; return None if fewer than two steps have an end time.
 
     Args:
-        rate: tokens per second of an undisturbed run; None: use the rate of this run's undisturbed steps.
+        rate: tokens per second without disturbances; None: the rate of this run's undisturbed steps.
     """
     gaps = list(_gaps(metrics, events))
     seconds = sum(gap.seconds for gap in gaps)
     if not seconds > 0:
         return None
-    # full: seconds that each gap's tokens take at full speed. rest: what neither training at full
-    # speed nor a pause explains.
+    # full: seconds that each gap's tokens take at full speed.
+    # rest: what neither full speed nor a pause explains.
     whole = [gap for gap in gaps if gap.whole]
     if rate is None:
         rate = sum(gap.tokens for gap in whole) / sum(gap.seconds for gap in whole) if whole else 0.0
@@ -99,7 +98,7 @@ def _gaps(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Iterator[_G
     stops = list(_stops(events))
     for (begin, _), (end, tokens) in pairwise(ends):
         if not end > begin:
-            # Another rank may lead now, and its clock may differ
+            # Another rank's clock may differ
             continue
         broken = any(since < end and till >= begin for since, till in pauses)
         away_s, paused_s = (_overlap(begin, end, intervals) for intervals in (stops, pauses))
@@ -112,8 +111,7 @@ def _overlap(begin: float, end: float, intervals: Sequence[tuple[float, float]])
 
 def _stops(events: Sequence[RunEvent]) -> Iterator[tuple[float, float]]:
     for last, event in pairwise(events):
-        # A session that ends with a checkpoint and continues from it later: the time between is not
-        # training time.
+        # From a session's last checkpoint to the next session: no training time.
         if last.event == "saved" and event.event == "resumed" and not event.seconds and event.step == last.step:
             yield last.at, event.at
 
@@ -134,7 +132,7 @@ def _undisturbed(events: Sequence[RunEvent], until: float) -> bool:
             slow.difference_update(event.ranks)
         elif event.event == "resumed":
             slow.clear()
-            # A resumed event without a pause starts a session, in which all ranks are present.
+            # Without a pause, "resumed" starts a session with all ranks.
             missing = missing if event.seconds else 0
     return not missing and not slow
 

@@ -1,4 +1,4 @@
-"""Export of a trained model as a directory for transformers' `from_pretrained`."""
+"""Export of a trained model for transformers' `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Pat
 def export_checkpoint(
     folder: RunFolder, step: int | None, directory: Path, merged: bool = False, dtype: torch.dtype = torch.float32
 ) -> Checkpoint:
-    """Export the model and tokenizer of a run's checkpoint; return this checkpoint.
+    """Export a checkpoint's model and tokenizer; return the checkpoint.
 
     Args:
-        dtype: dtype of the weights, except those that the model keeps in float32.
+        dtype: dtype of weights, except those that the model keeps in float32.
 
     Raises:
         ValueError: the checkpoint is missing or damaged, or the directory is not empty.
@@ -75,7 +75,7 @@ def write_model(
     # Older versions did not save buffers
     if not tensors.keys() >= set(names.values()):
         tensors = {**initial_buffers(model), **tensors}
-    # state: key in the exported files -> tensor. names: the same keys -> names in the checkpoint.
+    # state: exported key -> tensor. names: exported key -> name in the checkpoint.
     kept = shell.keys(merged)
     state = {key: tensors[source] for key, source in names.items() if kept is None or key in kept}
     shutil.rmtree(directory, ignore_errors=True)

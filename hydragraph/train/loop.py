@@ -1,4 +1,4 @@
-"""The training loop, which every rank runs."""
+"""Training loop of every rank."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ from hydragraph.train.stragglers.run_events import RunEvent, append_event
 from hydragraph.train.train_state import Run, RunOutcome, TrainState, ahead_of
 from hydragraph.train.watcher import Watcher
 
-# Request to move state, as a number above all signal numbers.
+# Request to move state; above all signal numbers.
 MOVES = 500
 TRACED_STEPS = 12
 _PASSED_ON = "max_grad_norm", "backend", "check", "compiled", "trust", "progress_s", "home", "deterministic", "seed"
@@ -90,16 +90,16 @@ def train(
     step: int | None = None,
     stopping: Requests | None = None,
 ) -> RunOutcome:
-    """Run training from start to end on all launched ranks.
+    """Run training on all launched ranks.
 
     Args:
         trace: record instruction times of the first steps, for Perfetto.
-        stopping: stop requests; if any rank receives one, all ranks save a checkpoint and return.
+        stopping: stop requests; after one on any rank, all ranks save a checkpoint and return.
 
     Raises:
         ValueError: the config, the data or the folder is invalid.
         OSError: a file cannot be written; the last checkpoint remains valid.
-        FloatingPointError: a loss or gradient is not finite; the weights are not updated.
+        FloatingPointError: a loss or gradient is not finite; weights are not updated.
     """
     world = join(config.device)
     folder = RunFolder(Path(config.output))
@@ -118,7 +118,7 @@ def train(
             owned.enter_context(folder.owned())
             return as_stored, last
 
-        # Only rank 0 locks the folder; all ranks get its config and checkpoint, or its error.
+        # Only rank 0 locks the folder; all ranks get its config and checkpoint, or error.
         found = together(world, "locking the run's folder", world.rank == 0, own)[0]
         assert found is not None
         _refuse_apart(world, folder)
@@ -158,8 +158,8 @@ def _with_stored_heldout(config: TrainConfig, last: Checkpoint | None) -> TrainC
     except Exception:
         # `load` reports damage
         return config
-    # The default fraction depends on other settings. A continued run keeps its split, so that it
-    # does not train on documents that were held out.
+    # The default fraction depends on other settings. A continued run keeps its split: held-out
+    # documents stay held out.
     heldout = stored.get("members", [stored])[0]["heldout"]
     if not heldout and config.evaluates and not config.data.evaluation:
         raise ValueError(
@@ -185,7 +185,7 @@ class _RunInputs:
 
     Attributes:
         config: the config, with `epochs` converted to `steps`.
-        reference: scores under the model before training, possibly incomplete; None: not needed.
+        reference: scores before training, possibly incomplete; None: not needed.
     """
 
     config: TrainConfig
@@ -202,7 +202,7 @@ class _RunInputs:
         config: TrainConfig, tokens: PreparedCorpus, model: nn.Module, ranks: int, launched: _Launched, joins: bool
     ) -> _RunInputs:
         strategies = () if config.automatic else read_strategies(config.strategies, model, ranks)
-        # Counting the steps of `epochs` needs the documents' lengths.
+        # The steps of `epochs` depend on the documents' lengths.
         config = replace(config, steps=steps_of(config, mini_batches(config, tokens)), epochs=None)
         reference = None
         if config.objective is not None and config.objective.needs_reference:
@@ -241,7 +241,7 @@ def _session(given: TrainConfig, start: _Start, launched: _Launched, owned: Exit
     world = launched.world
     folder = launched.folder
     leader = launched.leader
-    # Check the config and the data on every host before any rank builds a model.
+    # Check config and data on every host before any rank builds a model.
     ranks = world.ranks if (member := here()) is None else member.ranks  # some ranks may join `world` later
     together(world, "checking the config", world.local_rank == 0, lambda: check_settings(given, ranks))
     together(world, "checking the places for checkpoint pieces", world.local_rank == 0, lambda: check_places(given))
@@ -255,7 +255,7 @@ def _session(given: TrainConfig, start: _Start, launched: _Launched, owned: Exit
         unintended = remarks(given, prepared.model, prepared.strategies, ranks, batches, config.steps)
         for sentence in (*data_remarks(config), *length_remarks(config, tokens), *unintended):
             leader.note(sentence)
-    # Compile, then load weights unless a checkpoint will replace them.
+    # Compile, then load weights unless a checkpoint replaces them.
     executor = _compiled(prepared)
     if prepared.strategies and world.ranks < ranks:
         prepared = replace(prepared, strategies=executor.strategies)
@@ -265,14 +265,14 @@ def _session(given: TrainConfig, start: _Start, launched: _Launched, owned: Exit
         changed = folder.changes(config) if leader is not None and start.last is not None else ""
         begin = partial(folder.begin, config, start.begin, start.step)
         last, done = start.last, 0
-        # `begin` may delete an earlier run, so all checks come first.
+        # `begin` may delete an earlier run, so check first.
         if last is None:
             together(world, "creating the run's folder", world.rank == 0, begin)
         if stop := _score(prepared, executor, start):
             executor.close()
             return RunOutcome(folder, (), stop)
         evaluation = prepared.evaluation()
-        # Continue: load the checkpoint, which may be an earlier one if the last is damaged.
+        # Continue from the last checkpoint, or an earlier one if it is damaged.
         if last is not None:
             last, done = _load(prepared, executor, batches, last, start.step is None)
             together(world, "continuing in the run's folder", world.rank == 0, begin)
@@ -307,7 +307,7 @@ def _session(given: TrainConfig, start: _Start, launched: _Launched, owned: Exit
             for sentence in (*executor.planning.explanation, *filter(None, [executor.decision])):
                 leader.note(sentence)
             leader.started(done, config.steps)
-        # positions: step -> position in the data after this step.
+        # positions: step -> position in the data after it.
         positions: dict[int, Mapping[str, Any]] = {done: dict(batches.state_dict())}
         saved = 0 if last is None else last.step
         coming = ahead_of(run, batches)
@@ -326,14 +326,14 @@ def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: Mixture, st
         raise ValueError(f"{start.last.path} is past the last step, {config.steps}: raise 'epochs'")
     check_budget(given, batches.tokens)
     if config.evaluates:
-        # Errors of this function must be raised before training starts
+        # Raise these errors before training starts
         evaluation_streams(config, prepared.tokens)
 
 
 def _score(prepared: _RunInputs, executor: Any, start: _Start) -> int:
     launched = prepared.launched
     world = launched.world
-    # missing[i]: answers of one mini-batch whose scores no earlier session has computed.
+    # missing[i]: answers of a mini-batch that no earlier session has scored.
     reference, weights = prepared.reference, prepared.config.model.weights
     missing: list[list[tuple[str, int]]] = [] if reference is None else reference.missing(prepared.config)
     if reference is None or not missing:
@@ -358,7 +358,7 @@ def _check_checkpoint(path: Path, prepared: _RunInputs, executor: Any) -> None:
 
 
 def _place(batches: Mixture, state: Mapping[str, Any], prepared: _RunInputs, owns: bool) -> None:
-    """Restore the position in the data. If the data has changed, delete the run's token files and raise ValueError.
+    """Restore the position in the data. If the data has changed, delete its token files and raise ValueError.
 
     Args:
         owns: whether this rank prepares its host's data.
@@ -431,7 +431,7 @@ def _join_run(config: TrainConfig, launched: _Launched) -> RunOutcome:
 
 
 def _joined(run: Run, state: TrainState, prepared: _RunInputs, given: TrainConfig) -> Run:
-    """Return a joining rank's run. Call this after ranks meet, because rank 0 may first change the folder."""
+    """Return a joining rank's run; ranks must meet first, because rank 0 may change the folder."""
     config = _with_stored_heldout(given, run.folder.last())
     if config is not given:
         inputs = (prepared.tokens, prepared.model, prepared.ranks, prepared.launched)
@@ -445,10 +445,9 @@ def _joined(run: Run, state: TrainState, prepared: _RunInputs, given: TrainConfi
 
 
 def _follow(run: Run, state: TrainState, owned: ExitStack, prepared: _RunInputs) -> RunOutcome:
-    """Train to the end; if ranks are lost, continue with the remaining and joining ranks."""
     failure: RankFailure | Stopped | None = None
-    # Each round of the loop trains with fixed members. A lost, joining or leaving rank ends the
-    # round with an exception, and `go_on` prepares the next round.
+    # Each round trains with fixed members. A lost, joining or leaving rank ends it with an
+    # exception, and `go_on` prepares the next round.
     changed = state.done < 0
     while True:
         try:
@@ -486,7 +485,7 @@ def _follow(run: Run, state: TrainState, owned: ExitStack, prepared: _RunInputs)
 def _steps(run: Run, state: TrainState, stopping: Requests) -> int:
     config = run.config
     executor = run.executor
-    # All ranks agree on `signal` in each step, so they stop after the same step.
+    # All ranks agree on `signal` in each step, so they stop together.
     executor.listens = lambda: stopping.signal
     first = state.done + 1
     for step in range(first, config.steps + 1):
@@ -497,14 +496,13 @@ def _steps(run: Run, state: TrainState, stopping: Requests) -> int:
             write_spans(run)
         sequences = state.coming.take(config.steps + 1 - step)
         try:
-            # A step that requests a move of state is not trained: begin the move, then train the
-            # step.
+            # A step that requests a move is not trained until the move begins.
             while not _trained(run, state, step, sequences, stopping.signal):
                 _rehome(run)
         except Stopped as request:
             if request.reason >= CALLED:
                 raise
-            # The interrupted step is not trained, so the state is that of the step before it.
+            # The interrupted step is not trained; the state is the previous step's.
             if state.saved < step - 1:
                 checkpoint(run, state)
             return request.reason
@@ -529,7 +527,7 @@ def _stop_early(run: Run, state: TrainState) -> None:
 
 def _trained(run: Run, state: TrainState, step: int, sequences: list[Drawn], signal: int) -> bool:
     following = run.controller.following if run.controller is not None else None
-    # Only the leading rank knows of a move; the agreement on stop requests tells all ranks.
+    # Only the leading rank knows of a move; the agreement on stop requests tells the others.
     moves = following is not None and following.next is not None
     run.executor.stopping = MOVES if moves else signal
     try:
@@ -542,7 +540,7 @@ def _trained(run: Run, state: TrainState, step: int, sequences: list[Drawn], sig
 
 
 def _rehome(run: Run) -> None:
-    """Start moving a part of the state to new owners; must be called on all ranks."""
+    """Start moving state to new owners; all ranks must call this."""
     following = run.controller.following if run.controller is not None else None
     home = run.world.gather(None if following is None else following.next)[0]
     run.executor.stopping = 0
@@ -557,8 +555,8 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
     config = run.config
     strategy = run.strategy_of(step)
     following = state.coming.following
-    # A promise lets ranks agree on the next step during this one. Between the two steps, there must
-    # not be another meeting of the ranks.
+    # A promise lets ranks agree on the next step during this one. No other meeting of the ranks may
+    # come between the two steps.
     if following is not None and run.pairs is None and not _meets_after(run, step):
         run.executor.promise(following, run.strategy_of(step + 1))
     lr = learning_rate(step, config.steps, config.optimizer.lr, config.schedule)
@@ -581,7 +579,7 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
     state.last = (step, report)
     state.done = step
     state.positions[step] = dict(state.coming.position)
-    # A rank that cannot be lost needs only its last position; others may return to a checkpoint.
+    # Ranks may return to a checkpoint only in an elastic run.
     if not elastic():
         state.positions = {step: state.positions[step]}
     if run.executor.spans is not None:
@@ -630,7 +628,7 @@ def _model(config: TrainConfig, tokens: PreparedCorpus) -> nn.Module:
 
 
 def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> PreparedCorpus:
-    """Prepare the corpus on one rank per host, and return it; raise ValueError if hosts read different corpora."""
+    """Prepare the corpus once per host; raise ValueError if hosts read different corpora."""
     watched = watcher.preparing
     reads = world.local_rank == 0
     together(world, "preparing the data", reads, lambda: verify(config, prepare(config, watched), watched))
@@ -638,7 +636,7 @@ def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Prepar
     # The files may change before a rank joins
     if reads:
         keep(tokens.directory, "data", "data")
-    # Hosts prepare their files separately, so the corpora may differ.
+    # Hosts prepare files separately, so corpora may differ.
     fingerprints = world.gather(tokens.fingerprint)
     if len(set(fingerprints)) > 1:
         different = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])

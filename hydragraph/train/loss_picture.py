@@ -1,4 +1,4 @@
-"""The loss curve as a picture."""
+"""Picture of the loss curve."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def matplotlib_installed() -> bool:
 
 
 def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEvent] = ()) -> None:
-    """Draw the losses, colored by strategy, above the run's events and pauses, as a PNG file."""
-    # pyplot would change the user's matplotlib backend.
+    # pyplot would change the user's backend.
     from matplotlib.figure import Figure
 
     shown = [event for event in events if event.event in _SIGNS and event.done]
@@ -58,7 +57,7 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
 
 
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Replace each value by a weighted mean of nearby values, with weight `weight`^d at distance d."""
+    """Return weighted means of neighboring values, with weight `weight`^d at distance d."""
     curve = np.asarray(values, dtype=np.float64)
     sums = curve.copy()
     weights = np.ones(len(curve))

@@ -10,7 +10,7 @@ from hydragraph.data.mini_batches import Drawn, Mixture
 
 
 class MiniBatchLookahead:
-    """Stream that reads at least one mini-batch ahead of the current step (`hydragraph.engine.step_agreement`).
+    """Stream that reads mini-batches ahead (`hydragraph.engine.step_agreement`).
 
     Attributes:
         position: state of `source` after the mini-batch that `take` last returned.
@@ -28,8 +28,7 @@ class MiniBatchLookahead:
         return self._waiting[0][0] if self._waiting else None
 
     def take(self, left: int) -> list[Drawn]:
-        """Return the next of the `left` remaining mini-batches."""
-        # At least one more than this step's, so that `following` is known before the step ends.
+        # At least one more than this step's: `following` must be known before the step ends.
         upcoming = min(left, 1 + max(1, self._count))
         while len(self._waiting) < upcoming:
             batch = next(self._source)

@@ -22,7 +22,7 @@ from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig, Trai
 from hydragraph.train.field_checks import similar
 from hydragraph.train.preference_objective import WEIGHTS, weighted_logprobs
 
-# Names of dropout rates in model configs, except those of classification and summary heads.
+# Dropout rates in model configs, except those of classification and summary heads.
 _DROPOUT = re.compile(r"^(?!summary|classifier).*(?<!layer)drop")
 _IDENTITY = frozenset({"model_type", "architectures", "auto_map", "transformers_version", "dtype"})
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -36,11 +36,10 @@ def captured_loss(config: TrainConfig) -> dict[str, Any]:
 
 
 def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Module:
-    """Add adapters to a model, with the same initial weights in every process.
+    """Add adapters to a model, with equal initial weights in every process.
 
     Raises:
         ValueError: a target does not exist, or peft rejects a setting.
-        ImportError: peft is not installed.
     """
     if adapter is None:
         return model
@@ -77,7 +76,7 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
 
 
 def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
-    """Raise ValueError if a target is not a layer of the model, because peft may ignore wrong names."""
+    """Raise ValueError for missing targets, which peft may ignore."""
     names = [name for name, _ in model.named_modules()]
     for field, asked in (("targets", lora.targets), ("modules_to_save", lora.modules_to_save)):
         for target in asked if isinstance(asked, tuple) else ():
@@ -88,15 +87,15 @@ def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
 
 
 def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: int) -> nn.Module:
-    """Build the model with fp32 weights, which are equal in every process.
+    """Build the model with fp32 weights that are equal in every process.
 
     Args:
         vocabulary: exclusive upper bound of token ids, and default of `vocab_size`.
         end_of_text: default of `eos_token_id`.
-        seed: seed of new weights; global random generators do not change.
+        seed: seed of new weights; global generators do not change.
 
     Raises:
-        ValueError: transformers has no such class or setting, or the vocabulary is too small.
+        ValueError: transformers rejects the class or a setting, or the vocabulary is too small.
     """
     if config.directory is not None:
         model = _read(config, vocabulary, end_of_text)
@@ -116,7 +115,7 @@ def _with_dropout(model: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def dropout_rates(model: Any) -> dict[str, float]:
-    """Return the positive dropout rates in a model's config by field, or else the largest `nn.Dropout` rate."""
+    """Return a config's positive dropout rates, or else the largest `nn.Dropout` rate."""
     settings = model.config.to_dict() if hasattr(model, "config") else {}
     rates = {n: r for n, r in settings.items() if _DROPOUT.search(n) and type(r) is float and r > 0}
     modules = (m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout) and "lora_dropout" not in name)
@@ -125,7 +124,7 @@ def dropout_rates(model: Any) -> dict[str, float]:
 
 
 def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.Module:
-    """Build the model on the meta device; see `build_model` for the arguments."""
+    """Build the model on the meta device."""
     with torch.device("meta"):
         if config.architecture is not None:
             settings = model_config(config, vocabulary, end_of_text)
@@ -155,7 +154,6 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
 
 
 def check_vocabulary(config: ModelConfig, model: Any, vocabulary: int) -> None:
-    """Raise ValueError if the model's vocabulary is smaller than the tokenizer's."""
     size = getattr(model.config, "vocab_size", None)
     if isinstance(size, int) and size < vocabulary:
         where, way = "model.config.vocab_size", f"set it to at least {vocabulary}"
@@ -173,7 +171,7 @@ def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
     architecture = _model_class(str(config.architecture))
     kind = architecture.config_class
     _check_names(kind, settings, architecture)
-    # The defaults of the config class may be ids of ordinary tokens.
+    # A config class's defaults may be ids of ordinary tokens.
     defaults = {
         "vocab_size": vocabulary,
         "bos_token_id": end_of_text,
@@ -220,11 +218,11 @@ def _changed_config(config: ModelConfig) -> Any:
         return settings
     kind = type(settings)
     original = settings.to_dict()
-    # aliases: other name of a setting -> its name in the config, such as hidden_size -> n_embd.
+    # aliases: other name of a setting -> its name in the config (hidden_size -> n_embd).
     aliases = getattr(kind, "attribute_map", {})
     changes = {aliases.get(name, name): value for name, value in config.config.items()}
     _check_known(changes, original, aliases, kind.__name__)
-    # Merge mappings: {rope_parameters: {rope_theta: 1e6}} keeps the other rotary settings.
+    # {rope_parameters: {rope_theta: 1e6}} keeps the other rotary settings.
     merged = {n: {**original[n], **v} if isinstance(v, Mapping) and original[n] else v for n, v in changes.items()}
     with _refused_by(kind):
         return kind.from_dict({**original, **merged})
@@ -272,7 +270,6 @@ def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
 
 
 def directory_of(config: ModelConfig) -> str:
-    """Return the path of the model's directory; raise ValueError if this directory has no model."""
     path = str(config.directory)
     if (Path(path) / "config.json").is_file():
         return path
@@ -306,7 +303,7 @@ def _model_class(name: str) -> Any:
 def _check_names(kind: type[Any], settings: Mapping[str, Any], architecture: type[Any]) -> None:
     if not is_dataclass(kind):
         return
-    # Config classes accept any setting, so a misspelled one would have no effect.
+    # Config classes accept any setting; a misspelled one would have no effect.
     read = re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", inspect.getsource(sys.modules[architecture.__module__]))
     names = (
         set(read) | {field.name for field in fields(kind)} | set(getattr(kind, "attribute_map", {})) | {"rope_theta"}

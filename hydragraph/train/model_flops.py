@@ -13,22 +13,20 @@ from hydragraph.spec.known_devices import sheet_of
 
 
 def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
-    """Return a GPU's peak bfloat16 FLOP/s by its `torch.cuda` name; None if unknown, or if `dtype` is not bfloat16."""
+    """Return a GPU's peak bfloat16 FLOP/s; None if unknown or for other dtypes."""
     sheet = sheet_of(name)
     return sheet.flops_per_s if sheet is not None and sheet.bfloat16 and dtype is torch.bfloat16 else None
 
 
 def step_flops(program: Program, lengths: Sequence[int], scored: bool = False) -> float:
-    """Return the FLOPs of a step, without recomputation and gradients of frozen weights.
-
-    A backward pass counts as two forward passes.
+    """Return a step's FLOPs, without recomputation and gradients of frozen weights.
 
     Args:
-        scored: whether answers are scored by another forward pass.
+        scored: whether another forward pass scores answers.
     """
     pairs = cache(lambda reach: sum(map(reach.pairs, lengths)))
     flops = 0.0
-    # Blocks before the first trainable weight have no backward pass
+    # No backward pass before the first trainable weight
     times = 1
     for block in program.blocks:
         work = operations(program, block, 1)

@@ -19,10 +19,10 @@ Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.device | None = None) -> Factory:
-    """Return the optimizer factory for `hydragraph.compile`; on a GPU, `hydragraph.AdamW` replaces torch's AdamW.
+    """Return the optimizer factory; on a GPU, `hydragraph.AdamW` replaces torch's AdamW.
 
     Raises:
-        ValueError: torch.optim has no such class, or the class has no such setting.
+        ValueError: torch.optim has no such class or setting.
     """
     optimizer = getattr(torch.optim, config.name, None)
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
@@ -58,12 +58,12 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.d
 
 
 def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.device | None = None) -> int:
-    """Return the bytes that the fp32 weight and the optimizer state take per element."""
+    """Return the bytes per element of fp32 weights and optimizer state."""
     return supported_optimizers.state_bytes(optimizer_factory(config, nn.Module(), device), ["weight"], dtype)
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Return the learning rate of `step` (1 to `steps`); the warm-up ends at `peak`."""
+    """Return the learning rate of `step`, which counts from 1."""
     warmup = schedule.warmup_of(steps)
     if step < warmup:
         return peak * step / warmup
@@ -72,7 +72,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
     stable = schedule.stable_until(steps)
     if step <= stable:
         return peak
-    # part: finished fraction of the decay, from 0 at step `stable` to 1 at the last step.
+    # part: finished fraction of the decay, from step `stable` (0) to the last step (1).
     part = min((step - stable) / max(steps - stable, 1), 1.0)
     heights = {"cosine": 0.5 * (1 + math.cos(math.pi * part)), "linear": 1 - part, "wsd": 1 - part}
     return peak * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * heights[schedule.decay])

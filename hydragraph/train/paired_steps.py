@@ -1,6 +1,4 @@
-"""Training steps and evaluations on pairs of answers. A step scores the answers, then trains with weighted token
-losses.
-"""
+"""Training and evaluation on pairs of answers. A step scores them, then trains with weighted token losses."""
 
 from __future__ import annotations
 
@@ -22,18 +20,14 @@ from hydragraph.train.preference_objective import WEIGHTS, PairResult, evaluate_
 
 @dataclass(frozen=True, eq=False)
 class PairReport(StepReport):
-    """Report of a step on pairs.
-
-    Attributes:
-        pairs: `PairResult.figures`, and the time of scoring in seconds (`scoring_s`).
-    """
+    """Report of a step on pairs, with `PairResult.figures` and the seconds of scoring (`scoring_s`)."""
 
     pairs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class PairedSteps:
-    """Training steps and evaluations on pairs, in which the preferred answer precedes the rejected answer.
+    """Steps and evaluations on pairs; the preferred answer precedes the rejected one.
 
     The model must be compiled with the loss `weighted_logprobs`.
     """
@@ -45,10 +39,10 @@ class PairedSteps:
         self.executor.announce(_weighted(sequences, [1.0] * len(sequences)))
 
     def step(self, sequences: Sequence[Drawn], strategy: Strategy | None) -> PairReport:
-        """Train on a mini-batch; after a FloatingPointError, the weights are unchanged."""
+        """Train on a mini-batch; a FloatingPointError leaves the weights unchanged."""
         began = time.perf_counter()
-        # The weights are the derivatives of the pair losses at the current scores, so training on
-        # weighted token losses has the gradient of the pair losses.
+        # The weights are derivatives of the pair losses by the scores, so weighted token losses
+        # have the pair losses' gradient.
         pairs = self.evaluate(sequences, strategy)
         scoring_s = time.perf_counter() - began
         report = self.executor.step(_weighted(sequences, pairs.weights), strategy, divide_by=len(sequences) // 2)
@@ -57,7 +51,7 @@ class PairedSteps:
         return PairReport(**step_fields, pairs={**pairs.figures, "scoring_s": scoring_s})
 
     def weighted(self, sequences: Sequence[Drawn]) -> list[dict[str, Any]]:
-        """Return a mini-batch with loss weights as if the current scores were the reference scores."""
+        """Return a mini-batch with loss weights as if current scores were the reference scores."""
         scores = self.executor.score([_plain(answer) for answer in _answers(sequences)])
         scored = [{**answer, "reference": score} for answer, score in zip(_answers(sequences), scores, strict=True)]
         return _weighted(scored, self.evaluate(scored, None).weights)

@@ -1,4 +1,4 @@
-"""Readers of the planner's inputs: profiles, costs, lengths and strategies."""
+"""Readers of the planner's inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CostFiles:
 
 
 def read_profile(text: str) -> Profile:
-    """Read a profile; "constants.json#name" is the entry "name" in a file of published constants."""
+    """Read a profile; "constants.json#name" is an entry of a constants file."""
     path, _, name = text.partition("#")
     content = read_object(Path(path), "write a profile with hydragraph profile")
     if "profiles" not in content:
@@ -48,10 +48,9 @@ def read_profile(text: str) -> Profile:
 
 
 def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | Cluster | None:
-    """Read a profile of identical devices, measured costs of a cluster, or a cluster without measurements.
+    """Read a profile, a cluster's measured costs, or a cluster without costs.
 
-    Raises:
-        ValueError: a file is invalid or does not match the run.
+    Raise ValueError if a file is invalid or does not match the run.
     """
     profile = None if plan.profile is None else read_profile(plan.profile)
     if plan.cluster is None:
@@ -79,7 +78,7 @@ def read_corrections(path: Path | None) -> Corrections | None:
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Read positive sequence lengths from a token file, or from a text file with one number per line."""
+    """Read positive lengths from a token file, or a text file with one per line."""
     with path.open("rb") as file:
         binary = b"\0" in file.read(256)
     if binary:
@@ -104,13 +103,13 @@ def _written_lengths(path: Path) -> list[int]:
 
 
 def read_candidates(texts: Sequence[str]) -> list[list[Scheme]]:
-    """Read strategies whose pipelines are regular, such as "2*<tp4,pp1> + <tp2,pp2>"."""
+    """Read strategies with regular pipelines, such as "2*<tp4,pp1> + <tp2,pp2>"."""
     candidates = []
     for i, text in enumerate(texts):
         if "[" in text:
             raise ValueError(f"--strategy {i}: {text!r} is not supported: write regular pipelines, as in <tp4,pp2>")
         try:
-            # Pipeline schemes do not depend on the number of layers
+            # Schemes do not depend on the number of layers
             pipelines, _ = parse_strategy(text, layers=1024)
         except ValueError as error:
             raise ValueError(f"--strategy {i}: {error}") from error

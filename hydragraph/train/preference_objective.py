@@ -1,7 +1,7 @@
 """Losses that compare a preferred with a rejected answer: DPO, SimPO and ORPO.
 
-Each loss L depends on an answer only through the answer's log-probability s, a sum over tokens. Therefore, dL/ds is the
-weight of all the answer's tokens in the gradient, and the answers of a pair can be on different ranks.
+Each loss L depends on an answer only through its log-probability s, a sum over tokens. So dL/ds is the weight of its
+tokens in the gradient, and a pair's answers can be on different ranks.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from hydragraph.frontend.packed_inputs import token_logprobs
 from hydragraph.train.objective_config import DpoConfig, OrpoConfig, PairLoss, SimpoConfig
 
 WEIGHTS = "weights"
-# Maximum log-probability per token, because odds are infinite at 0
+# Maximum log-probability per token: odds are infinite at 0
 _SURE = -1e-7
 
 
 def weighted_logprobs(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sum of the token losses -log p, multiplied by each sequence's weight."""
+    """Return the sum of token losses -log p, times each sequence's weight."""
     return -(token_logprobs(outputs, batch) * batch[WEIGHTS][0]).sum()
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """The preferred or the rejected answers of n pairs; all tensors are fp64 [n].
+    """Preferred or rejected answers of n pairs, fp64 [n].
 
     Attributes:
-        reference: log-probability under the model before training; NaN: unknown.
+        reference: log-probability before training; NaN: unknown.
     """
 
     scores: Tensor
@@ -45,7 +45,7 @@ class Answers:
 
 
 def rewards(loss: PairLoss, answers: Answers) -> Tensor:
-    """Return the reward of each answer, [n]; for ORPO, `weight` times the log-probability per token."""
+    """Return rewards, [n]; for ORPO, `weight` times the log-probability per token."""
     match loss:
         case DpoConfig():
             return loss.beta * (answers.scores - answers.reference)
@@ -68,22 +68,21 @@ def losses(loss: PairLoss, chosen: Answers, rejected: Answers) -> Tensor:
 
 
 def _log_odds(means: Tensor) -> Tensor:
-    # log(1 - p) = log(-expm1(log p)) is accurate even if p is almost 0 or 1.
+    # log(1 - p) = log(-expm1(log p)) is accurate even near p = 0 and 1.
     sure = means.clamp(max=_SURE)
     return sure - torch.log(-torch.expm1(sure))
 
 
 @dataclass(frozen=True, eq=False)
 class PairResult:
-    """Losses of the pairs in a mini-batch.
+    """Losses of a mini-batch's pairs.
 
     Attributes:
         loss: mean over pairs.
-        weights: factor of each answer's token losses -log p. The weighted sum of token losses has the same gradient as
-            the sum of pair losses.
-        figures: means of `chosen_reward`, `rejected_reward`, `margin` (difference of the rewards) and `accuracy`.
-            Accuracy is 1 if the preferred answer has the higher reward, 0.5 for a tie. DPO adds `log_ratio`, the mean
-            of log(p / p_ref) over answers.
+        weights: factor of each answer's token losses -log p; the weighted sum has the gradient of the sum of pair
+            losses.
+        figures: means of `chosen_reward`, `rejected_reward`, `margin` (their difference) and `accuracy` (1 if the
+            preferred answer has the higher reward, 0.5 for a tie). DPO adds `log_ratio`, the mean of log(p / p_ref).
     """
 
     pairs: int
@@ -97,12 +96,12 @@ def mean_over_pairs(results: Sequence[PairResult], values: Sequence[float]) -> f
 
 
 def evaluate_pairs(loss: PairLoss, scores: Tensor, targets: Tensor, reference: Tensor) -> PairResult:
-    """Return the losses of pairs of answers, and the weights of the answers in the gradient.
+    """Return the losses of pairs, and the answers' weights in the gradient.
 
     Args:
-        scores: log-probabilities, [2n]; in each pair, the preferred answer precedes the rejected answer.
+        scores: log-probabilities, [2n]; each preferred answer precedes its rejected answer.
         targets: number of tokens of each answer, [2n].
-        reference: scores under the model before training, [2n].
+        reference: scores before training, [2n].
 
     Raises:
         FloatingPointError: a score is not finite.
@@ -114,10 +113,10 @@ def evaluate_pairs(loss: PairLoss, scores: Tensor, targets: Tensor, reference: T
             raise FloatingPointError(f"the {what} of an answer is not finite, in pair {pair} of the mini-batch")
     scores = scores.double().requires_grad_()
     columns = scores, targets.double(), reference.double()
-    # Even positions are preferred answers, odd ones rejected answers.
+    # Preferred and rejected answers alternate.
     chosen, rejected = (Answers(*(column[i::2] for column in columns)) for i in (0, 1))
     pair_losses = losses(loss, chosen, rejected)
-    # slopes: derivative of the loss by each score. Token losses are -log p, so weights are -slopes.
+    # slopes: derivative of the loss by each score. Token losses are -log p: weights are -slopes.
     (slopes,) = torch.autograd.grad(pair_losses.sum(), scores)
     with torch.no_grad():
         better = rewards(loss, chosen)

@@ -1,4 +1,4 @@
-"""Terminal output of a run: a progress bar, or a line every few seconds if the output is not a terminal."""
+"""Terminal output of a run: a progress bar, or periodic lines."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from hydragraph.log import hearing
 from hydragraph.train.step_metrics import Metrics, perplexity
 
-# Outside a terminal, print a line every _OFTEN_S seconds, and after _SETTLED_S seconds every _SELDOM_S seconds.
+# Outside a terminal, print a line every _OFTEN_S seconds, later (_SETTLED_S) every _SELDOM_S.
 _OFTEN_S, _SELDOM_S, _SETTLED_S = 10.0, 60.0, 600.0
-# Seconds before the remaining time is first estimated.
+# Seconds until the remaining time is estimated.
 _TELLING_S = 5.0
 
 
 class Screen:
-    """Context manager that shows a run's progress."""
-
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
@@ -40,7 +38,7 @@ class Screen:
         self._began = clock()
         self._printed = clock()
         self._first: tuple[int, float] | None = None
-        # Finished fraction and time when the activity started
+        # Finished fraction and time at the activity's start
         self._part = (0.0, clock())
         self._hearing = ExitStack()
 
@@ -54,7 +52,6 @@ class Screen:
         self._hearing.close()
 
     def doing(self, what: str, done: int = 0, of: int = 0) -> None:
-        """Show an activity that precedes training or delays a step."""
         if self._steps:
             self._describe(what)
         else:
@@ -66,7 +63,7 @@ class Screen:
             self._part = (part, now)
         began, since = self._part
         left = ""
-        # The remaining time extrapolates the speed since the activity began.
+        # Extrapolate the speed since the activity began.
         if began < part < 1 and now - since >= _TELLING_S:
             left = f", {duration_text((now - since) * (1 - part) / (part - began))} left"
         self._show(what, documents, None, f"documents{left}")
@@ -78,7 +75,7 @@ class Screen:
 
     def stepped(self, metrics: Metrics) -> None:
         now = self._clock()
-        # The first step is not timed, because it compiles graphs.
+        # The first step compiles graphs, so it is not timed.
         self._first = self._first or (metrics.step, now)
         # Omit the strategy's fingerprint
         strategy = metrics.strategy.partition("@")[0]
@@ -95,7 +92,7 @@ class Screen:
             self.note(f"step {metrics.step}: {evaluated}")
 
     def note(self, sentence: str) -> None:
-        # rich would interpret the brackets of strategies as markup
+        # rich would parse strategies' brackets as markup
         self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def _show(self, what: str, done: int, of: int | None, unit: str) -> None:
@@ -135,7 +132,7 @@ class Screen:
 
 
 def evaluation_text(metrics: Metrics) -> str:
-    """Return the losses of a step's evaluation, such as "held out 2.1034 (perplexity 8.194)"."""
+    """Return an evaluation's losses, such as "held out 2.1034 (perplexity 8.194)"."""
     losses = metrics.eval_losses or ({} if metrics.eval_loss is None else {"heldout": metrics.eval_loss})
     return ", ".join(
         f"{'held out' if name == 'heldout' else name} {loss:.4f}{_beside(metrics, name, loss)}"
@@ -151,7 +148,6 @@ def _beside(metrics: Metrics, name: str, loss: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Format a duration: "40 s", "12 min", "3 h 20 min", "2 d 4 h"."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"{seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""Scores of answers for DPO: log-probabilities under the model before training, stored in the run folder."""
+"""Scores of answers for DPO: log-probabilities before training."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ReferenceScores:
     """Scores of every answer that a run reads.
 
     Args:
-        model: result of `model_identity`; None: read the scores of any model.
+        model: result of `model_identity`; None: read any model's scores.
 
     Attributes:
-        of: for each stream name, the scores of the stream's chunks (answers), fp32 [chunks]; NaN: unknown.
+        of: scores of each stream's chunks (answers), fp32 [chunks]; NaN: unknown.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ReferenceScores:
                     self.of[name][:] = stored[name]
 
     def missing(self, config: TrainConfig) -> list[list[tuple[str, int]]]:
-        """Read the stored scores; return the answers without a score, as (stream, chunk), by mini-batch."""
+        """Read stored scores; return unscored answers as (stream, chunk), by mini-batch."""
         self.read()
         missing = []
         # seen[stream][chunk]: whether the answer has a score, or is in an earlier mini-batch's
@@ -81,15 +81,12 @@ class ReferenceScores:
         stopping: Requests,
         watcher: Watcher | None,
     ) -> int:
-        """Score answers with the executor's weights; return 0, or the signal that asked a rank to stop.
-
-        Must be called on all ranks.
-        """
+        """Score answers with current weights; return 0 or a stop signal. All ranks must call this."""
         count = sum(map(len, missing))
         done = 0
         written = time.monotonic()
         for answers in missing:
-            # All ranks must agree to stop, because scoring is a collective call.
+            # Scoring is collective, so all ranks must agree to stop.
             if stop := max(world.gather(stopping.signal)):
                 self._write(world)
                 return stop
@@ -126,7 +123,7 @@ class ReferenceScores:
 
 
 def model_identity(config: TrainConfig) -> str:
-    """Describe a model by its settings and dtype, and by its files' sizes and modification times."""
+    """Describe a model by settings, dtype, and its files' sizes and modification times."""
     model = config.model
     if model.directory is None:
         return json.dumps([model.architecture, model.config, config.dtype, config.seed], default=str)

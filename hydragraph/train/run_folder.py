@@ -70,11 +70,11 @@ class RunFolder:
         """Return the checkpoint that a run continues from, if any.
 
         Args:
-            how: treatment of an earlier run in the folder: "new" (raise an error), "overwrite" (replace the run),
-                "resume" (continue the run) or "auto" (continue the run if it has a checkpoint, else replace it).
+            how: treatment of an earlier run: "new" (raise an error), "overwrite" (replace it), "resume" (continue it)
+                or "auto" (continue it if it has a checkpoint, else replace it).
 
         Raises:
-            ValueError: `how` does not suit the contents of the folder.
+            ValueError: `how` does not suit the folder's contents.
             OSError: the folder is not writable.
         """
         self._refuse_unwritable()
@@ -101,7 +101,7 @@ class RunFolder:
     def begin(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
         """Prepare the folder and write the resolved config; return the result of `check`.
 
-        If `step` is given, later checkpoints are renamed, and later events deleted.
+        If `step` is given, later checkpoints are renamed and later events deleted.
         """
         last = self.check(config, how, step)
         if how == "overwrite":
@@ -116,7 +116,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         directory, run = self.identity
         if last is None or step is not None or config.checkpoint.pieces is None:
-            # Under a new name, the run does not read earlier pieces
+            # Under a new name, earlier pieces are not read
             run = ""
         tracked = self.tracked if last is not None and step is None else ""
         record = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}
@@ -128,23 +128,23 @@ class RunFolder:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Unique names of the folder and of its run; "": unset."""
+        """Unique names of the folder and its run; "": unset."""
         record = _read(self.owner)
         return str(record.get("folder", "")), str(record.get("run", ""))
 
     @property
     def tracked(self) -> str:
-        """Unique name of the run in experiment trackers, kept if the run continues from its last checkpoint."""
+        """Name of the run in experiment trackers, kept if it continues from its last checkpoint."""
         return str(_read(self.owner).get("tracked", ""))
 
     @property
     def began(self) -> float:
-        """Start time of the folder's run, in seconds since the epoch; 0 if no run has started."""
+        """Start time, in seconds since the epoch; 0 before any run."""
         return float(_read(self.owner).get("began", 0.0))
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Lock the folder during the `with` block; raise ValueError if another run uses the folder."""
+        """Lock the folder in a `with` block; raise ValueError if another run uses it."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -160,14 +160,14 @@ class RunFolder:
 
     @contextmanager
     def taken_over(self, patience_s: float, began: float | None) -> Iterator[None]:
-        """Take over the folder's lock from a lost rank of the same run, during the `with` block.
+        """Take over the folder's lock from a lost rank of the same run, in a `with` block.
 
         Args:
             patience_s: seconds to wait for the lock before continuing without it.
 
         Raises:
             OSError: the folder or its contents were removed.
-            ValueError: another run has begun in the folder.
+            ValueError: another run has begun here.
         """
         self._refuse_another(began)
         lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -175,7 +175,7 @@ class RunFolder:
         waiting = threading.Thread(target=_lock, args=(lock, ended), name="hydragraph-folder", daemon=True)
         try:
             # A lost rank's process may still hold the lock. After the deadline, training continues,
-            # and a thread takes the lock when it is released.
+            # and a thread takes the lock once it is free.
             deadline = time.monotonic() + patience_s
             while not _locked(lock):
                 self._refuse_another(began)
@@ -206,11 +206,11 @@ class RunFolder:
                 pass
 
     def again(self, how: Begin, before: float, step: int | None = None) -> tuple[Begin, int | None]:
-        """Return `how` and `step` for restarting an interrupted run.
+        """Return `how` and `step` to restart an interrupted run.
 
         Args:
-            how, step: the interrupted run's arguments, returned unchanged if that run had not begun.
-            before: value of `began` before the interrupted run was started.
+            how, step: arguments of the interrupted run, kept if it had not begun.
+            before: value of `began` before the interrupted run started.
         """
         if self.began in (0.0, before):
             return how, step
@@ -223,7 +223,7 @@ class RunFolder:
         return next(reversed(self.all()), None)
 
     def last_whole(self) -> Checkpoint | None:
-        """Return the latest checkpoint without missing or truncated files, or else the latest checkpoint."""
+        """Return the latest checkpoint without missing or truncated files, or else the latest one."""
         whole = (checkpoint for checkpoint in reversed(self.all()) if is_whole(checkpoint.path))
         return next(whole, self.last())
 
@@ -237,7 +237,7 @@ class RunFolder:
         return f"the last checkpoint is {last.path}: continue with --resume"
 
     def replace_damaged(self, damaged: Checkpoint) -> Checkpoint | None:
-        """If there is an earlier checkpoint, rename the damaged checkpoint, and return the earlier one."""
+        """If there is an earlier checkpoint, rename the damaged one and return the earlier one."""
         earlier = [place for place in self.all() if place.step < damaged.step]
         if not earlier:
             return None
@@ -249,7 +249,6 @@ class RunFolder:
         return "" if before is None else ", ".join(differences(before, config))
 
     def chosen(self, step: int | None) -> Checkpoint:
-        """Return the checkpoint of a step, or the latest one; a ValueError lists the existing checkpoints."""
         checkpoint = self._chosen(step)
         if checkpoint is None:
             raise ValueError(

@@ -31,7 +31,7 @@ def check_places(config: TrainConfig) -> None:
 def _try(what: str, make: Callable[[], Pieces]) -> None:
     try:
         (shelf,) = make().shelves.values()
-        # Also read the file back, because a recovery must be able to read the pieces.
+        # A recovery must be able to read the file.
         folder = f"probe-{uuid.uuid4().hex[:8]}"
         shelf.put(f"{folder}/probe", b"hydragraph")
         read = shelf.get(f"{folder}/probe")
@@ -39,7 +39,7 @@ def _try(what: str, make: Callable[[], Pieces]) -> None:
     except ImportError as error:
         raise ValueError(f"{what}: {error}") from error
     except Exception as error:
-        # fsspec's drivers raise various types of errors
+        # fsspec's drivers raise various errors
         raise ValueError(
             f"{what}: a test file cannot be written ({type(error).__name__}: {error}): correct the path or credentials"
         ) from error
@@ -48,7 +48,7 @@ def _try(what: str, make: Callable[[], Pieces]) -> None:
 
 
 def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces | None:
-    """Return this rank's places for checkpoint pieces, if configured; must be called on all ranks."""
+    """Return this rank's places for pieces, if configured; all ranks must call this."""
     pieces = config.checkpoint.pieces
     if pieces is None:
         return None
@@ -66,7 +66,7 @@ def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces 
 
 
 def keep_pieces(run: Run, state: TrainState) -> None:
-    """Store the state as checkpoint pieces; must be called on all ranks."""
+    """Store the state as checkpoint pieces; all ranks must call this."""
     assert run.pieces is not None, "only a run with checkpoint.pieces calls this"
     extra = {"mini_batches": dict(state.positions[state.done]), "step": state.done}
     errors = run.executor.keep(run.pieces, extra)

@@ -31,17 +31,17 @@ from hydragraph.train.stragglers.lateness import Lateness
 from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent
 from hydragraph.train.train_state import Run, TrainState, ahead_of
 
-# Maximum seconds to wait until a lost rank releases the folder
+# Maximum wait for a lost rank to release the folder, in seconds
 TAKEOVER_S = 5.0
-# Maximum seconds to wait if disconnected machines have already ended their ranks
+# The same if disconnected machines have ended their ranks
 _FENCED_S = 1.0
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
-    """Return the run of the remaining and joining ranks, and why this run must end ("" if it continues)."""
+    """Return the run of remaining and joining ranks, and why it must end ("" if it continues)."""
     config, folder, executor = run.config, run.folder, run.executor
     watching = run.controller
-    # before: number of ranks before this recovery, i.e. after an earlier one that was interrupted.
+    # before: number of ranks before this recovery, or before an earlier interrupted one.
     before = len(state.untold[-1][0].peers) if state.untold else run.world.ranks
 
     def newest() -> Path | None:
@@ -51,14 +51,14 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
     def set_aside(damaged: Path) -> bool:
         return any(folder.replace_damaged(each) for each in folder.all() if each.path == damaged)
 
-    # Meet the other ranks, and restore the state of lost ranks from copies or a checkpoint.
+    # Meet the other ranks; restore lost ranks' state from copies or a checkpoint.
     rates = _known_rates(run, state) if _soon(config) else None
     met = run.joined or (lambda: run)
     survived = meet_again(executor, failure, Checkpoints(newest, lambda: met().pieces, set_aside), rates)
     run = met()
     forget_unsaved(run)
     world = executor.world
-    # last: the last step that was trained; steps after the restored one are lost.
+    # last: the last trained step; steps after the restored one are lost.
     turns = () if config.plan.choose else survived.strategies
     last, idle_s = state.done, 0.0
     # All earlier ranks are lost
@@ -77,7 +77,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
             run = lead(run, state, survived, owned, watching)
         elif watching is not None:
             watching.close()
-        # All ranks continue after the same step, from the same position in the data.
+        # All ranks continue after the same step and position in the data.
         state.done = survived.step
         state.began = folder.began
         _find_position(run, state)
@@ -87,7 +87,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
         read: Counter[str] = Counter()
         for bytes_read in world.gather(survived.read):
             read.update(bytes_read)
-        # The gathers above succeeded on all ranks, so these recoveries are reported once.
+        # The gathers above succeeded on all ranks: report these recoveries once.
         meetings = state.untold
         state.untold = []
         took = max(world.gather(paused(meetings, world.rank)))
@@ -100,7 +100,6 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
 
 
 def trace_anew(run: Run) -> None:
-    """If the run is traced, start a new trace on all ranks."""
     if any(run.world.gather(run.executor.spans is not None)):
         run.executor.spans = []
         run.traced.clear()
@@ -125,7 +124,7 @@ def _soon(config: TrainConfig) -> bool:
 
 
 def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watching: Controller | None) -> Run:
-    """Make this rank the leading rank; `watching` is its previous straggler controller."""
+    """Make this rank the leading rank; `watching` is its previous controller."""
     log = run.log
     if not state.owns:
         member = here()
@@ -137,7 +136,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
             state.callbacks = Callbacks.load(run.config.callbacks)
             owned.enter_context(state.callbacks.started(run.config))
         run = replace(run, callbacks=state.callbacks)
-    # An earlier, interrupted recovery may have closed the log.
+    # An interrupted recovery may have closed the log.
     if log is None or log.closed or survived.restored is not None:
         if log is not None:
             log.__exit__(None, None, None)
@@ -147,7 +146,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
     if run.config.watches or follows(run.config, run.executor):
         hurried = _soon(run.config) and isinstance(run.executor.profile, Costs)
         members = tuple(peer.member for peer in survived.peers)
-        # numbers: old rank -> new rank, for the ranks that remain. slow: new rank -> its slowdown.
+        # numbers: old rank -> new rank, of remaining ranks. slow: new rank -> its slowdown.
         numbers = {before: members.index(m) for before, m in enumerate(run.watched) if m in members}
         written = read_slow(run.folder, run.folder.began) if watching is None else {}
         slow = {members.index(m): straggler for m, straggler in written.items() if m in members}
@@ -158,12 +157,12 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
 
 
 def _find_position(run: Run, state: TrainState) -> None:
-    # Any rank that trained this step knows the position; joining ranks do not.
+    # Ranks that trained this step know the position; joining ranks do not.
     positions = run.world.gather(state.positions.get(state.done))
     position = next((rank_position for rank_position in positions if rank_position is not None), None)
     if position is None:
         state.batches = state.anew()
-        # If all such ranks are lost, draw the mini-batches of the finished steps again.
+        # If none remains, draw the finished steps' mini-batches again.
         for _ in range(state.done):
             next(state.batches)
         position = dict(state.batches.state_dict())
@@ -174,18 +173,18 @@ def _find_position(run: Run, state: TrainState) -> None:
 
 
 def _write_down(run: Run, state: TrainState) -> None:
-    # A leading rank may be lost after the update, but before it logs the step.
+    # A leading rank may be lost between the update and the log.
     missing = run.log is not None and (run.log.history[-1].step if run.log.history else 0) < state.done
     mine = state.last if state.last is not None and state.last[0] == state.done else None
     gathered = run.world.gather((missing, mine))
     last = next((step_report for _, step_report in gathered if step_report is not None), None)
     if gathered[0][0] and last is not None:
-        # The report uses old rank numbers, which the new controller does not know.
+        # The report uses old rank numbers, unknown to the new controller.
         log_step(replace(run, controller=None), *last)
 
 
 def _unsaved(run: Run, state: TrainState) -> bool:
-    """Return whether the last step's checkpoint is due but missing; must be called on all ranks."""
+    """Return whether the last step's checkpoint is due but missing; all ranks must call this."""
     last = run.folder.last() if run.world.rank == 0 else None
     there = run.world.gather(-1 if last is None else last.step)[0]
     state.saved = max(there, 0)
@@ -195,7 +194,7 @@ def _unsaved(run: Run, state: TrainState) -> bool:
 
 
 def write_run_ranks(run: Run) -> None:
-    """Write each rank's process id, host and device to `ranks.json`; must be called on all ranks."""
+    """Write each rank's process, host and device to `ranks.json`; all ranks must call this."""
     world = run.world
     place = {"rank": world.rank, "pid": os.getpid(), "host": socket.gethostname(), "device": str(world.device)}
     places = world.gather(place)
@@ -218,7 +217,6 @@ def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[RunEvent]:
 
 
 def paused(told: Sequence[tuple[Survived, int]], rank: int) -> float:
-    """Return the seconds of the recoveries in which `rank` did not join."""
     return sum(survived.seconds for survived, _ in told if rank not in survived.joined)
 
 
@@ -237,11 +235,7 @@ def resumed(
     seconds: float,
     read: Mapping[str, int],
 ) -> RunEvent:
-    """Return the "resumed" event of a continued run.
-
-    Args:
-        undone: last step trained before ranks returned to a checkpoint.
-    """
+    """Return the "resumed" event; `undone` is the last step trained before ranks returned to a checkpoint."""
     survived, _ = told[-1]
     step = survived.step
     strategies = " or ".join(map(str, survived.strategies))

@@ -1,4 +1,4 @@
-"""Loading and saving of checkpoints, and writing of the trace and final model."""
+"""Loading and saving of checkpoints, the trace and the final model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load(
     leader: Watcher | None,
     pieces: Pieces | None,
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Load a checkpoint, or an earlier one if it is damaged; return the loaded checkpoint and its extra data.
+    """Load a checkpoint, or an earlier one if it is damaged; return the loaded one and its extra data.
 
     Args:
         leader: watcher that reports damaged checkpoints, on rank 0 only.
@@ -48,7 +48,7 @@ def load(
             assert executor.optimizer is not None, "a training run has an optimizer"
             settings = hyperparameters(executor.optimizer)
             extra = executor.load(last.path if pieces is None else (pieces, last.path))
-            # Use the config's hyperparameters, not the checkpoint's
+            # Keep the config's hyperparameters, not the checkpoint's
             set_hyperparameters(executor, settings)
             return last, extra
         except ValueError as error:
@@ -78,7 +78,6 @@ def set_hyperparameters(executor: Executable, settings: Sequence[Mapping[str, An
 
 @contextmanager
 def naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
-    """Append to an OSError's message how to continue the run."""
     try:
         yield
     except (ConnectionError, TimeoutError):
@@ -101,7 +100,7 @@ def checkpoint(run: Run, state: TrainState) -> None:
         run.executor.save(place, extra)
         run.callbacks.call("on_checkpoint", step, place)
         _prune(run)
-    # Keep positions since the checkpoint before this one, to which ranks return if this is damaged.
+    # Keep positions since the previous checkpoint, to which ranks return if this one is damaged.
     before, state.saved = state.saved, step
     state.kept = True
     state.positions = {number: at for number, at in state.positions.items() if number >= before}
@@ -121,7 +120,7 @@ def settle_checkpoints(run: Run) -> None:
 
 
 def forget_unsaved(run: Run) -> None:
-    """Forget incomplete checkpoints, so that callbacks are not called for them."""
+    """Forget incomplete checkpoints, for which callbacks must not run."""
     whole = {place for _, place in complete(run.folder.checkpoints)}
     run.saving[:] = [(step, place) for step, place in run.saving if place in whole]
 
@@ -137,19 +136,19 @@ def _best_saved(run: Run) -> int | None:
 
 
 def saves_after(run: Run, step: int) -> bool:
-    """Return whether a checkpoint is due after a step, by schedule or `keep_best`; must be called on all ranks."""
+    """Return whether a checkpoint is due after a step; all ranks must call this."""
     if run.saves(step):
         return True
     if not (run.config.keep_best and run.evaluates(step)):
         return False
-    # With `keep_best`, save only a loss lower than those of all kept checkpoints; rank 0 decides.
+    # With `keep_best`, rank 0 saves only a loss below those of all kept checkpoints.
     among = [step, *(saved for saved, _ in (*complete(run.folder.checkpoints), *run.saving))]
     best = run.log is not None and lowest(run.log.history, among) == step
     return bool(run.world.gather(best)[0])
 
 
 def stops_after(run: Run, step: int) -> bool:
-    """Return whether `patience` ends the run after a step; must be called on all ranks."""
+    """Return whether `patience` ends the run; all ranks must call this."""
     config = run.config
     if config.patience is None or not run.evaluates(step):
         return False
@@ -169,7 +168,6 @@ def write_spans(run: Run) -> None:
 
 
 def finish(run: Run, model: nn.Module, tokens: PreparedCorpus, done: int) -> None:
-    """Write the final model, or the best model with `keep_best`."""
     best = None
     if run.config.keep_best:
         best = run.world.gather(None if run.log is None else _best_saved(run))[0]

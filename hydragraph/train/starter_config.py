@@ -95,7 +95,7 @@ def _remedy(path: Path) -> str:
 def starter(found: InspectedPaths, cuda: bool, output: str) -> str:
     """Return the config as YAML with comments; `output` is the run folder."""
     chat = found.format not in ("text", "tokens")
-    # Small data gets small mini-batches, to leave about 20 for a pass over the data.
+    # Small data gets small mini-batches, about 20 per pass.
     longest = min(found.positions or 1024, 2048 if chat else 1024) if found.model is not None else 256
     per_step = longest * (8 if found.model is not None else 16)
     if found.data:
@@ -123,7 +123,7 @@ def starter(found: InspectedPaths, cuda: bool, output: str) -> str:
 
 
 def _read_as(data: Sequence[Path]) -> tuple[FieldNames, set[Format]]:
-    # Try the usual names of fields, and report the error of the default names if all fail.
+    # Try usual field names; if all fail, report the default names' error.
     refusals: list[ValueError] = []
     for fields in (
         FieldNames(),

@@ -1,4 +1,4 @@
-"""Metrics of every step, as JSON lines and for TensorBoard."""
+"""Metrics of every step, for JSON lines and TensorBoard."""
 
 from __future__ import annotations
 
@@ -32,24 +32,22 @@ class Metrics:
     """Metrics of one training step.
 
     Attributes:
-        loss: mean loss over the mini-batch's targets (with an objective, over its pairs), before the update.
+        loss: mean over targets (with an objective, over pairs), before the update.
         grad_norm: global norm before clipping.
         tokens: number of targets in the mini-batch.
-        tokens_per_s: the mini-batch's tokens per second, including those that are not targets.
+        tokens_per_s: all tokens per second, including non-targets.
         eval_loss: loss after the update, on held-out documents or else the first set of `data.evaluation`.
-        exposed_pull_s: mean seconds that ranks waited for weights.
-        exposed_push_s: mean seconds that ranks waited for gradients.
-        exposed_p2p_s: mean seconds that ranks waited for activations.
-        planning_s: seconds that the step waited for planning.
-        planning_hidden_s: seconds of planning that overlapped with training.
-        expected_s: predicted step time, in seconds; 0 without a profile.
+        exposed_pull_s, exposed_push_s, exposed_p2p_s: mean seconds that ranks waited for weights, gradients and
+            activations.
+        planning_s, planning_hidden_s: seconds of planning that delayed the step, and that overlapped with training.
+        expected_s: predicted step time; 0 without a profile.
         eval_data: digest of the data and settings that determine `eval_loss`.
         eval_losses: loss on each evaluation set ("heldout" and the sets of `data.evaluation`).
         mfu: model FLOPs utilization; None: unknown.
         pairs: `PairReport.pairs`, if an objective is set.
-        time: UTC time at which the step was logged; "" in files of earlier versions.
-        comparison: text that compares expected and measured step times, set once per plan.
-        plan: explanation of the plan, on the first step of a session with `strategies: auto`.
+        time: UTC time of logging; "" in files of earlier versions.
+        comparison: text that compares expected and measured step times, once per plan.
+        plan: explanation of the plan, on a session's first step with `strategies: auto`.
         smoothed: whether labels are smoothed, so that losses have no perplexity.
     """
 
@@ -84,7 +82,7 @@ class Metrics:
 
     @property
     def processed(self) -> int:
-        """Number of all tokens in the mini-batch."""
+        """Number of tokens, including non-targets."""
         return round(self.tokens_per_s * self.seconds)
 
     @property
@@ -93,7 +91,6 @@ class Metrics:
 
     @property
     def evaluated(self) -> str:
-        """Name of the evaluation set that `eval_loss` is for."""
         return "held out" if "heldout" in self.eval_losses else next(iter(self.eval_losses), "held out")
 
     @property
@@ -104,7 +101,6 @@ class Metrics:
 
     @property
     def by_set(self) -> dict[str, float]:
-        """Metrics of evaluation sets and pairs, by the names that experiment trackers display."""
         by_name = {f"eval/{name}": loss for name, loss in self.eval_losses.items()}
         by_name |= {f"perplexity/{name}": value for name, value in self.perplexities.items()}
         by_name |= {f"pairs/{name}": value for name, value in self.pairs.items()}
@@ -118,14 +114,13 @@ def perplexity(loss: float) -> float:
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Read a metrics file; if a line cannot be read, a ValueError names the line."""
     return [_parse(line, place) for line, place in complete_lines(path)]
 
 
 def _await_later_name(events: Path) -> None:
-    """Wait until a new event file, "events.out.tfevents.<second>.<host>.<pid>.<n>", would sort last.
+    """Wait until a new file "events.out.tfevents.<second>.<host>.<pid>.<n>" would sort last.
 
-    TensorBoard expects the events of a restarted run in the last file.
+    TensorBoard expects a restarted run's events in the last file.
     """
     begun = [path.name.split(".")[3] for path in events.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in begun if second.isdecimal()), default=0)
@@ -138,7 +133,6 @@ class MetricsLog:
     """Context manager that writes the metrics of every step.
 
     Args:
-        path: file of JSON lines.
         after: last step whose metrics are kept.
 
     Attributes:
@@ -178,10 +172,10 @@ class MetricsLog:
                 raise
 
     def write(self, metrics: Metrics) -> None:
-        """Write one step's metrics; raise OSError if the disk is full or the file was replaced."""
+        """Write a step's metrics; raise OSError if the disk is full or the file was replaced."""
         self.history.append(metrics)
         self.written = True
-        # Writing into a deleted file would succeed, but the metrics would be lost.
+        # Writing into a deleted file would lose the metrics silently.
         if not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
             raise FileNotFoundError(errno.ENOENT, "the file was replaced during the run", str(self._path))
         with file_errors(self._path.parent, self._path):
@@ -208,14 +202,13 @@ class MetricsLog:
 
 
 def strategy_names(metrics: Sequence[Metrics]) -> dict[str, str]:
-    """Return a name for each strategy's text: the text without its fingerprint, if unique."""
     texts = list(dict.fromkeys(m.strategy for m in metrics))
     short = [text.partition("@")[0] for text in texts]
     return {text: name if short.count(name) == 1 else text for text, name in zip(texts, short, strict=True)}
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return this process's peak memory in bytes: GPU memory, or resident memory on a CPU."""
+    """Return this process's peak memory, in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -238,7 +231,7 @@ def _line(metrics: Metrics) -> str:
 def _parse(line: str, place: str) -> Metrics:
     try:
         record = json.loads(line)
-        # The name of the field `comparison` in files of earlier versions.
+        # Name of `comparison` in earlier versions' files.
         if "beside" in record:
             record["comparison"] = record["beside"]
         values: dict[str, Any] = {field.name: record[field.name] for field in fields(Metrics) if field.name in record}

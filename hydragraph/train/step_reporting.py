@@ -1,4 +1,4 @@
-"""Logging after each step of a run: evaluations, metrics and events."""
+"""Evaluations, metrics and events after each step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def log_step(run: Run, step: int, report: StepReport) -> None:
     config = run.config
     losses: dict[str, float] = {}
     eval_pairs: dict[str, dict[str, float]] = {}
-    # All ranks evaluate. If one is asked to stop, the step is logged without evaluation losses.
+    # All ranks evaluate. After a stop request, the step is logged without evaluation losses.
     with suppress(Stopped):
         if run.evaluates(step):
             losses, eval_pairs = _evaluate(run, step)
@@ -76,7 +76,7 @@ def log_step(run: Run, step: int, report: StepReport) -> None:
         run.watcher.note(f"step {step}: {comparison}{'; planning again with measured times' if again else ''}")
     if run.controller is None:
         return
-    # The file of slow ranks lets another rank lead if this one is lost.
+    # With the file of slow ranks, another rank can lead if this one is lost.
     before = run.controller.slow if run.watched else {}
     for event in run.controller.stepped(report):
         tell(run, event)
@@ -127,7 +127,7 @@ def peak_of(config: TrainConfig, world: World) -> float | None:
     """Return the peak FLOP/s of all GPUs together; None: unknown."""
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     peaks = world.gather(peak_flops_per_s(name, getattr(torch, config.dtype)))
-    # A sum without some ranks would make MFU too large.
+    # A sum without some ranks would overstate MFU.
     known_peaks = [peak for peak in peaks if peak is not None]
     return sum(known_peaks) if len(known_peaks) == len(peaks) else None
 

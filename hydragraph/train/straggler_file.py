@@ -21,7 +21,7 @@ def write_slow(folder: RunFolder, slow: Mapping[int, SlowRank]) -> None:
 
 
 def read_slow(folder: RunFolder, began: float | None) -> dict[int, SlowRank]:
-    """Return slow ranks by member number; empty if the file is missing or belongs to another run."""
+    """Return slow ranks by member number; empty if this run has no such file."""
     try:
         written = json.loads(folder.slow.read_text(encoding="utf-8"))
         if written["began"] != began:

@@ -1,4 +1,4 @@
-"""Setup of the controller, which chooses plans and owners of state on the leading rank."""
+"""Setup of the leading rank's straggler controller."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def controller_of(
     hurried: bool = False,
     slow: Mapping[int, SlowRank] | None = None,
 ) -> Controller:
-    """Return a controller with measured costs, or else with datasheet costs of equal devices.
+    """Return a controller with measured costs, or datasheet costs of equal devices.
 
     Args:
         before: previous controller, whose measurements are reused.
@@ -50,7 +50,7 @@ def controller_of(
     elif before is None or before.monitor is None:
         monitor = Monitor(costs, Sensitivity(config.elastic.enter, config.elastic.leave), slow)
     else:
-        # After a recovery, measurements continue under the new numbers of the remaining ranks.
+        # After a recovery, the remaining ranks' measurements continue under new numbers.
         monitor = before.monitor.among(costs, numbers or {})
     planner = None if before is None else before.released()
     following = None
@@ -67,7 +67,7 @@ def controller_of(
         )
     if monitor is None or not config.replans:
         return Controller(monitor, following=following)
-    # The strategies of a recovery come from a quick plan for the slow ranks that are known.
+    # A recovery's strategies come from a quick plan for the known slow ranks.
     switched = hurried and bool(monitor.health.rates)
     if before is None:
         late = Lateness(
@@ -105,7 +105,7 @@ def controller_of(
 
 
 def follows(config: TrainConfig, executor: Executable) -> bool:
-    """Return whether the owners of state depend on the running strategies (`home: auto` with measured costs)."""
+    """Return whether the owners of state depend on strategies (`home: auto` with measured costs)."""
     if config.home.rule != "auto" or not config.plan.choose:
         return False
     profile = executor.profile
@@ -114,5 +114,5 @@ def follows(config: TrainConfig, executor: Executable) -> bool:
 
 def policy_of(config: TrainConfig) -> Policy:
     plan = config.plan
-    # In `Policy`, the current mini-batch also counts as planned ahead.
+    # `Policy` also counts the current mini-batch as planned ahead.
     return Policy(plan.gain, plan.sample, plan.workers, plan.ahead + 1, plan.patience_s, config.seed)

@@ -34,8 +34,8 @@ class RunOutcome:
     """Outcome of a run.
 
     Attributes:
-        history: metrics of all sessions; empty except on rank 0.
-        stopped: signal that ended the run early; 0: the run completed.
+        history: metrics of all sessions, on rank 0.
+        stopped: signal that ended the run early, or 0.
     """
 
     folder: RunFolder
@@ -49,7 +49,7 @@ class Run:
     world: World
     folder: RunFolder
     executor: Executable
-    # Steps use these in turn; empty if the executor chooses
+    # Used in turn; empty if the executor chooses
     strategies: tuple[Strategy, ...]
     evaluation: Mapping[str, list[list[Drawn]]]
     # None except on rank 0
@@ -61,7 +61,7 @@ class Run:
     callbacks: Callbacks = field(default_factory=Callbacks)
     saving: list[tuple[int, Path]] = field(default_factory=list)
     traced: list[TracedStep] = field(default_factory=list)
-    # Covers this session, and is used on rank 0 only
+    # For this session, on rank 0 only
     expectation: ExpectedTimes = field(default_factory=ExpectedTimes)
     # Member number (`cluster.rendezvous`) of each rank
     watched: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class Run:
     pieces: Pieces | None = None
     # Hyperparameters by group
     settings: Sequence[Mapping[str, Any]] = ()
-    # Set on joining ranks; returns the complete `Run` after ranks meet
+    # On joining ranks; returns the complete `Run` after ranks meet
     joined: Callable[[], Run] | None = None
 
     @property
@@ -82,7 +82,7 @@ class Run:
 
     @cached_property
     def eval_data(self) -> str:
-        """Digest of the mini-batches and settings that determine `Metrics.eval_loss`."""
+        """Digest of the data and settings that determine `Metrics.eval_loss`."""
         digest = hashlib.sha256(repr((self.config.objective, self.config.label_smoothing)).encode())
         for sequence in chain.from_iterable(next(iter(self.evaluation.values()))):
             for tensor in sequence.values() if isinstance(sequence, dict) else (sequence,):
@@ -93,7 +93,7 @@ class Run:
         return RunOutcome(self.folder, tuple(self.log.history) if self.log is not None else (), stopped)
 
     def strategy_of(self, step: int) -> Strategy | None:
-        # Steps count from 1, so step 1 uses the first strategy.
+        # Steps count from 1.
         return self.strategies[(step - 1) % len(self.strategies)] if self.strategies else None
 
     def evaluates(self, step: int) -> bool:
@@ -101,7 +101,7 @@ class Run:
         return config.evaluates and (_due(step, config.evaluate_every, config.steps) or step in self.evaluate_at)
 
     def saves(self, step: int) -> bool:
-        """Return whether a checkpoint is due after a step, even without `keep_best`."""
+        """Return whether a checkpoint is due, even without `keep_best`."""
         return _due(step, self.config.checkpoint_every, self.config.steps) or step in self.checkpoint_at
 
     def keeps(self, step: int) -> bool:
@@ -113,12 +113,10 @@ class TrainState:
     """Progress of a run, on every rank.
 
     Attributes:
-        anew: function that returns a new stream of mini-batches.
-        kept: whether a checkpoint exists, including one of step 0.
+        kept: whether a checkpoint exists, including step 0's.
         positions: state of `batches` after each step since the second-to-last checkpoint.
-        last: last finished step and its report.
-        untold: recoveries that have not been reported yet, each with the number of ranks before the recovery.
-        began: start time of the folder's run; None: this rank has not joined the run.
+        untold: unreported recoveries, with the number of ranks before each.
+        began: the run's start time; None: this rank has not joined.
         pieces_fail: whether the last checkpoint in pieces is incomplete.
     """
 

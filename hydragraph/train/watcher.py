@@ -11,7 +11,7 @@ class Watcher(Protocol):
     """Display of a run's progress, on rank 0."""
 
     def preparing(self, what: str, documents: int, part: float) -> None:
-        """Report the number and fraction of finished documents (fraction 0: unknown)."""
+        """Report the number and fraction of finished documents (0: unknown)."""
 
     def started(self, done: int, steps: int) -> None:
         """Report that training starts after `done` of `steps` steps."""

@@ -1,1 +1,1 @@
-"""Fault injection, which kills, stops and slows processes of a run, for `hydragraph chaos`, tests and benchmarks."""
+"""Injection of faults into a run: processes are killed, stopped or slowed."""

@@ -1,6 +1,6 @@
-"""A training run with injected faults, compared with an undisturbed run of the same config.
+"""A training run with injected faults, compared with an undisturbed run.
 
-The seed determines all faults and their steps, but not their exact times.
+The seed determines the faults and their steps, not their exact times.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent, read_events
 
 MACHINES = 2
-# Mean number of steps between injected faults
+# Mean number of steps between faults
 STEPS_PER_STRIKE = 5
 MOST_STEPS_PER_STRIKE = 60
 MOST_STEPS_PER_MACHINE = 1000
@@ -39,11 +39,7 @@ _QUIET_S = 180.0
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """One injected fault.
-
-    Attributes:
-        which: index of the affected rank, divided by the number of ranks.
-    """
+    """Injected fault; `which` is the affected rank's index divided by the number of ranks."""
 
     kind: str
     step: int
@@ -53,11 +49,7 @@ class InjectedFault:
 
 @dataclass(frozen=True)
 class DisturbedRun:
-    """Outcome of a run.
-
-    Attributes:
-        hung: reason why a hanging run was killed; "": the run did not hang.
-    """
+    """Outcome of a run; `hung` says why a hanging run was killed, or is ""."""
 
     code: int
     metrics: tuple[Metrics, ...]
@@ -86,7 +78,6 @@ class DisturbedRun:
         return replace(self, metrics=tuple(m for m in self.metrics if m.step <= step))
 
     def difference(self, other: DisturbedRun) -> float:
-        """Return the largest relative difference between two runs' losses; infinite if a step is missing."""
         mine = self.losses
         theirs = other.losses
         if mine.keys() != theirs.keys() or not mine:
@@ -94,21 +85,21 @@ class DisturbedRun:
         return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in mine)
 
 
-# Relative difference of losses due to a different order of summation
+# Relative difference of losses from another order of summation
 ROUNDING = 1e-5
-# Largest allowed ratio to the difference between two undisturbed runs
+# Largest allowed ratio to the difference of two undisturbed runs
 MARGIN = 10.0
 
 
 def departure(disturbed: DisturbedRun, undisturbed: DisturbedRun, control: DisturbedRun | None) -> int | None:
-    """Return the first step at which the losses differ by more than rounding errors explain, or None.
+    """Return the first step whose loss differs by more than rounding errors explain, or None.
 
-    Training amplifies rounding errors. Therefore, the allowed difference at each step depends on `control`, an
-    undisturbed run with another number of ranks. Without `control`, losses must be bitwise equal.
+    Training amplifies rounding errors, so the allowed difference depends on `control`, an undisturbed run with another
+    number of ranks. Without `control`, losses must be bitwise equal.
     """
     others = {} if control is None else control.losses
     mine = disturbed.losses
-    # allowed: relative difference of losses; it only grows, as rounding errors do during training.
+    # allowed: relative difference of losses; like rounding errors, it only grows.
     allowed = 0.0 if control is None else ROUNDING
     for step, loss in undisturbed.losses.items():
         allowed = max(allowed, MARGIN * abs(others.get(step, loss) - loss) / abs(loss))
@@ -136,7 +127,7 @@ def draw(counts: Mapping[str, int], seed: int) -> list[InjectedFault]:
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     chance = random.Random(seed)
     chance.shuffle(kinds)
-    # at[i]: first step after which fault i is injected, at random, but in order.
+    # at[i]: first step after which fault i is injected; random, but sorted.
     at = sorted(chance.randint(2, 2 + STEPS_PER_STRIKE * len(kinds)) for _ in kinds)
     return [
         InjectedFault(kind, step, chance.random(), chance.uniform(0, 0.3)) for kind, step in zip(kinds, at, strict=True)
@@ -144,7 +135,7 @@ def draw(counts: Mapping[str, int], seed: int) -> list[InjectedFault]:
 
 
 def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
-    """Parse kinds of faults, such as "two,again"; raise ValueError for unknown or impossible kinds."""
+    """Parse kinds of faults, such as "two,again"; raise ValueError for invalid kinds."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in ACTIONS]:
         listed = "".join(f"\n  {kind:<11}{action.__doc__}" for kind, action in ACTIONS.items())
@@ -163,8 +154,7 @@ def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
 
 
 def prepared(config: TrainConfig, folder: Path, strikes: int, preempted: int = 0) -> tuple[TrainConfig, TrainConfig]:
-    # The run must not end before the last fault, so its number of steps is generous; `run` stops
-    # it.
+    # The run must not end before the last fault, so `most` is generous; `run` stops it.
     most = MOST_STEPS_PER_STRIKE * strikes + MOST_STEPS_PER_MACHINE * preempted
     config = replace(config, steps=max(config.steps, most + CALM_STEPS), epochs=None)
     elastic = config.elastic
@@ -188,8 +178,8 @@ def run(
     """Run training in separate processes, and inject the faults.
 
     Args:
-        stepped: called with the last step and the number of faults so far.
-        until: step after which the run is asked to stop; None: `CALM_STEPS` steps after the last fault.
+        stepped: called with the last step and the number of faults.
+        until: last step; None: `CALM_STEPS` steps after the last fault.
     """
     folder = RunFolder(Path(config.output))
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -216,13 +206,10 @@ def run(
 
 @dataclass
 class HangDetector:
-    """Detector of a hanging run."""
-
     moved: float
     step: int = 0
 
     def look(self, step: int, now: float) -> str:
-        """Return why the run must be killed; "" if the run may continue."""
         if step != self.step:
             self.step = step
             self.moved = now
@@ -272,7 +259,7 @@ class _Striker:
             # No fault is possible until more ranks run
             return False
         time.sleep(strike.delay_s)
-        # Ranks may have ended during the delay, so list them again.
+        # Ranks may have ended during the delay.
         ranks = self.victim.ranks()
         if len(ranks) < least:
             return False

@@ -1,4 +1,4 @@
-"""Fault injection from outside a run: kinds of faults, and when they are injected."""
+"""Injection of faults from outside a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydragraph.train.stragglers.run_events import RunEvent, read_events
 
 # Maximum seconds until the other ranks end a stopped rank
 GIVEN_UP_S = 30.0
-# Maximum wait for the event that triggers a fault
+# Maximum wait for a fault's trigger
 _MOMENT_S = 60.0
 # Maximum wait for a new machine, which compiles before it joins
 _JOINED_S = 300.0
@@ -26,7 +26,7 @@ _SLOW_S = 1.0
 # Must be shorter than the time that other ranks wait for a stopped rank
 _PAUSE_S = 3.0
 _PERIOD_S = 0.1
-# Fraction of each period during which a slowed rank is stopped
+# Fraction of time for which a slowed rank is stopped
 _STOPPED = 0.6
 _LEFT_S = 20.0
 _LOOK_S = 0.005
@@ -38,7 +38,7 @@ class Victim:
 
     Attributes:
         depth: 1, or 2 if torchrun adds a level of processes.
-        machines: machines of the run, starting with the launcher's; None: only this machine.
+        machines: the run's machines, the launcher's first; None: only this machine.
     """
 
     folder: RunFolder
@@ -54,7 +54,7 @@ class Victim:
 
     @property
     def supervisor(self) -> int:
-        """Process that starts the ranks: the launcher, or the process that torchrun started."""
+        """Process that starts the ranks: the launcher or torchrun's child."""
         pids = self._below(self.depth - 1)
         return pids[0] if pids else self.launcher.pid
 
@@ -66,7 +66,7 @@ class Victim:
         return []
 
     def children(self) -> list[int]:
-        """Return the processes that were started for ranks, newest last."""
+        """Return the ranks' processes, newest last."""
         pids = self._below(self.depth + 1)
         self.pids.update(pids)
         if self.machines is not None:
@@ -76,8 +76,8 @@ class Victim:
     def _below(self, levels: int) -> list[int]:
         above: dict[int, int] = {}
         born: dict[int, int] = {}
-        # fields[0] is the state, fields[1] the parent and fields[19] the start time. Zombies count
-        # as parents, because their children are still to be found.
+        # fields: state, parent, ..., [19] start time. Zombies count as parents, whose children are
+        # still to be found.
         for pid, fields in all_stats():
             above[pid] = int(fields[1])
             if fields[0] not in "ZX":
@@ -89,7 +89,7 @@ class Victim:
 
     def step(self) -> int:
         with suppress(OSError, ValueError, KeyError, IndexError), self.folder.metrics.open("rb") as file:
-            # Read only the end of the file, because this is called many times per second.
+            # Read only the end of the file, because this is called often.
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             return int(json.loads(file.read().splitlines()[-1])["step"])
         return 0
@@ -105,7 +105,6 @@ class Victim:
         return False
 
     def until(self, what: Callable[[], object], limit_s: float = float("inf")) -> bool:
-        """Wait until a condition holds, the run ends, or the limit passes; return whether the condition holds."""
         wait(lambda: what() or not self.alive, limit_s, _LOOK_S)
         return bool(what())
 
@@ -206,7 +205,7 @@ def _rejoin(run: Victim, target: int, chance: random.Random) -> None:
     joined = len(run.happened("join"))
     _end(target)
     run.until(lambda: set(run.children()) - children_before, _MOMENT_S)
-    # Strike either while the new rank starts, or just after it has joined.
+    # Strike while the new rank starts, or just after it joins.
     new = sorted(set(run.children()) - children_before)
     if chance.random() < 0.5:
         time.sleep(chance.uniform(0, 3.0))
@@ -249,7 +248,7 @@ def _preempt(run: Victim, target: int, chance: random.Random) -> None:
     if machines is None:
         run.problems.append("the run has only one machine, so no machine was preempted")
         return
-    # Machine 0 has the launcher, whose end would end the run.
+    # Ending machine 0, the launcher's, would end the run.
     number = chance.randrange(1, machines.count)
     machines.preempt(number, notice=chance.random() < 0.5)
     machines.replace(number)

@@ -1,4 +1,4 @@
-"""Simulated machines on this host. Each machine is a process that starts ranks, with its own session and disk."""
+"""Simulated machines: processes that start ranks, each with its own session and disk."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ _END_S = 20.0
 
 @dataclass
 class Machines:
-    """Simulated machines of a run."""
-
     count: int
     config: Path
     log: Path
@@ -38,7 +36,7 @@ class Machines:
         return self.supervisors[0]
 
     def preempt(self, number: int, notice: bool) -> None:
-        """End a machine and delete its disk; if `notice`, its ranks first have `NOTICE_S` seconds to leave the run."""
+        """End a machine and delete its disk; after a notice, ranks have `NOTICE_S` seconds to leave."""
         supervisor = self.supervisors[number]
         if notice:
             supervisor.send_signal(signal.SIGTERM)
@@ -79,7 +77,7 @@ class Machines:
         return started
 
     def _kill(self, supervisor: subprocess.Popen[bytes]) -> None:
-        # A killed supervisor leaves its ranks running: kill the session until it is empty.
+        # Ranks outlive a killed supervisor: kill the session until it is empty.
         end = time.monotonic() + _END_S
         while (there := _in_sessions({supervisor.pid})) and time.monotonic() < end:
             for pid in there:
@@ -104,7 +102,7 @@ def _free_port() -> int:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat, starting with the state; [] if the process does not exist."""
+    """Return the fields of /proc/PID/stat from the state on; [] if the process does not exist."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []

@@ -1,4 +1,1 @@
-"""Handling of slow and lost devices during a run (Malleus, section 6).
-
-`engine/` implements process groups and moves of state.
-"""
+"""Handling of slow and lost devices (Malleus, section 6). `engine/` moves the state."""

@@ -1,4 +1,4 @@
-"""Planning for slow ranks during training, in a separate process."""
+"""Planning for slow ranks in a separate process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
-# Deadline of a search, which then returns its best plan so far, in seconds
+# Seconds until a search returns its best plan so far
 DEADLINE_S = 20.0
-# Attempts per question, because the planning process may be killed
+# Attempts per question: the process may be killed
 ATTEMPTS = 2
 _NONE_FITS = "no strategy can run on the remaining ranks"
 
@@ -31,8 +31,8 @@ class ReplanQuestion:
     """Inputs of a search for a plan.
 
     Attributes:
-        costs: costs with the ranks' current slowdowns and the run's home.
-        deadline_s: time limit of the search; None: no limit, so that the result is deterministic.
+        costs: costs with current slowdowns and home.
+        deadline_s: time limit; None: no limit, so that the result is deterministic.
         at_once: whether to plan quickly, from one mini-batch.
         streaming: whether stages may stream weights, as in ZeRO-3.
     """
@@ -53,10 +53,9 @@ class Replanned:
     """Answer to a ReplanQuestion.
 
     Attributes:
-        static: index of the strategy for all mini-batches; None: each mini-batch gets its own strategy.
-        before_s: expected mean seconds per step of the running plan.
-        after_s: expected mean seconds per step of the new plan.
-        refused: reason why no strategy was found; else "".
+        static: index of the strategy for all mini-batches; None: each mini-batch gets its own.
+        before_s, after_s: expected mean seconds per step of the running and the new plan.
+        refused: reason why no strategy was found, or "".
     """
 
     strategies: tuple[Strategy, ...] = ()
@@ -73,7 +72,7 @@ class Replanned:
 
 
 def with_caches(costs: Costs, before: Costs | None) -> Costs:
-    """Return `costs`, with the caches of `before` if only health and home differ."""
+    """Return `costs`, with `before`'s caches if only health and home differ."""
     inputs = costs.profile, costs.cluster, costs.corrections
     if before is None or (before.profile, before.cluster, before.corrections) != inputs:
         return costs
@@ -81,7 +80,6 @@ def with_caches(costs: Costs, before: Costs | None) -> Costs:
 
 
 def replan(question: ReplanQuestion) -> Replanned:
-    """Search for faster strategies than the running ones."""
     began = time.perf_counter()
     try:
         replanned = _at_once(question) if question.at_once else _at_length(question)
@@ -117,7 +115,7 @@ def _at_length(question: ReplanQuestion) -> Replanned:
 
     costs = question.costs
     try:
-        # If no rank is slow, changed costs are the reason for the search.
+        # Without slow ranks, changed costs caused the search.
         several = len(costs.cluster.types) > 1 or not costs.health.rates
         planned = plan(
             costs,
@@ -131,7 +129,7 @@ def _at_length(question: ReplanQuestion) -> Replanned:
     except Unsupported as error:
         strategies = ()
         _LOG.info("no other plan was found: %s", error)
-    # Compare the plan with the running strategies and those of the start, without duplicates.
+    # Compare the plan with running and initial strategies, without duplicates.
     every = tuple(dict.fromkeys((*question.running, *question.first, *strategies)))
     able = tuple(s for s in every if _takes(costs, s))
     if not able:
@@ -139,7 +137,7 @@ def _at_length(question: ReplanQuestion) -> Replanned:
     request = PlanRequest(tuple(map(costs.pipelines, able)), tuple(map(costs.fixed, able)), question.policy.seed)
     decision = static_or_dynamic(request.candidates, request.charges, question.lengths, question.policy)
     count = len(question.lengths[: question.policy.sample])
-    # seconds: total for each strategy alone, then for the best strategy per mini-batch.
+    # seconds: total for each strategy alone, then for the best one per mini-batch.
     after = decision.seconds[-1 if decision.dynamic else decision.static or 0] / count
     static = None if decision.dynamic else decision.static
     return Replanned(able, request, static, _as_now(question), after)
@@ -165,8 +163,6 @@ def _as_now(question: ReplanQuestion) -> float:
 
 
 class Replanner:
-    """A planning process that answers one question at a time."""
-
     def __init__(self) -> None:
         self._worker: Worker | None = None
         self._thread: threading.Thread | None = None
@@ -176,9 +172,7 @@ class Replanner:
 
     @property
     def busy(self) -> bool:
-        """Whether a question or its answer is pending."""
-        # An unwanted answer that has arrived is dropped here, so that the next question can be
-        # sent.
+        # Drop an unwanted answer that has arrived, so that the next question can be sent.
         if self._unwanted and self._thread is not None and not self._thread.is_alive():
             self.answer()
         return self._thread is not None
@@ -188,7 +182,7 @@ class Replanner:
         self._worker = self._worker or _started()
 
     def ask(self, question: ReplanQuestion) -> None:
-        """Send a question to the planning process; if the process dies, restart it once."""
+        """Send a question; if the process dies, restart it once."""
         assert not self.busy, "one question at a time"
         self._answer = None
         self.start()
@@ -196,7 +190,7 @@ class Replanner:
         self._thread.start()
 
     def answer(self) -> Replanned | None:
-        """Return the answer once; None if the answer has not arrived."""
+        """Return the answer once; None until it arrives."""
         if self._thread is None or self._thread.is_alive():
             return None
         self._thread = None
@@ -208,11 +202,11 @@ class Replanner:
 
     def close(self) -> None:
         self._closing = True
-        # The thread may restart a killed process once, so repeat until no process is left.
+        # The thread may restart a killed process once, so repeat.
         while (worker := self._worker) is not None:
             worker.process.kill()
             if self._thread is not None:
-                # The thread must end before its pipes are closed
+                # The thread must end before its pipes close
                 self._thread.join()
             if self._worker is worker:
                 self._end(worker)

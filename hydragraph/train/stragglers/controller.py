@@ -1,13 +1,13 @@
-"""Straggler controller, which runs on one rank and decides when to plan again, and whether to switch plans.
+"""Straggler controller, which decides on one rank when to plan again and switch plans.
 
     a rate changes     -> request a quick plan from another process, while training continues
     steps take longer or shorter than expected (`expected_seconds`)
-                       -> correct the costs by the measured times of blocks, and request the best plan
-    a plan arrives     -> if the gain until the end of the run exceeds the cost, prepare the new strategies during
-                          training, then switch all ranks to them
-                       -> after a quick plan, also request the best plan, which takes longer to find
+                       -> correct the costs by measured block times, and request the best plan
+    a plan arrives     -> if the gain until the run's end exceeds the cost, prepare the new strategies during
+                          training, then switch all ranks
+                       -> after a quick plan, also request the best plan
 
-The expected step time of a new plan is multiplied by the ratio of measured to expected time of the running plan.
+A new plan's expected step time is multiplied by the running plan's ratio of measured to expected time.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from hydragraph.train.stragglers.run_events import RunEvent
 from hydragraph.train.stragglers.straggler_state import LearnedSlowdown, SlowRank
 
 LAST = 8
-# Minimum fraction of the step time that a switch must save
+# Minimum fraction of step time that a switch must save
 GAIN = 0.05
-# Minimum number of steps between two switches, unless a rank is lost
+# Minimum steps between switches, unless a rank is lost
 COOLDOWN = 6
-# Assumed seconds of a switch, until the first switch is measured
+# Assumed seconds of a switch until one is measured
 COST_S = 2.0
 
 
@@ -44,9 +44,9 @@ class Replanning:
     """Inputs of replanning.
 
     Attributes:
-        question: the first question, with costs of healthy ranks, and lengths to plan for until mini-batches have run.
+        question: first question, with costs of healthy ranks, and lengths to plan for until mini-batches have run.
         switch: changes the strategies on all ranks; None for a dry run.
-        refused: returns why the ranks did not switch, or "" if they did.
+        refused: returns why the ranks did not switch, or "".
         hurried: whether the initial strategies come from a quick plan.
     """
 
@@ -74,9 +74,9 @@ class Controller:
     """Controller that decides after each step whether to plan again, switch plans, or move state.
 
     Args:
-        monitor: if None, the speed of ranks is not measured.
-        replanning: requires a monitor; if None, the strategies never change.
-        following: if None, the state never moves.
+        monitor: measures ranks' speed; needed by `replanning`.
+        replanning: if None, strategies never change.
+        following: if None, state never moves.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Controller:
         # Whether costs have changed since the last question
         self._corrected = False
         self._switched_at: int | None = None
-        # The switch of plans that is being prepared or made
+        # The switch that is being prepared or made
         self._coming: _Coming | None = None
         self._lengths: deque[tuple[int, ...]] = deque(maxlen=LAST)
         self._seconds: deque[float] = deque(maxlen=NEEDED)
@@ -114,7 +114,7 @@ class Controller:
     def stepped(self, report: StepReport) -> tuple[RunEvent, ...]:
         events: list[RunEvent] = []
         if self.monitor is not None:
-            # The first speed measurements are the reference for later ones.
+            # First speed measurements: the reference for later ones.
             if self._first and all(times.probe > 0 for times in report.ranks):
                 self.monitor.baseline(report.ranks)
             changes = self.monitor.observe(report.chosen, report.assignment, report.ranks)
@@ -128,7 +128,7 @@ class Controller:
 
     @property
     def health(self) -> Health:
-        """Measured slowdowns of ranks, increased for ranks that delay other ranks."""
+        """Measured slowdowns, increased for ranks that delay others."""
         return self._measured if self._replanning is None else self._lateness.planned(self._measured)
 
     @property
@@ -137,14 +137,14 @@ class Controller:
 
     @property
     def slow(self) -> Mapping[int, SlowRank]:
-        """Slow ranks, with learned rates if they delayed other ranks."""
+        """Slow ranks, with learned rates if they delayed others."""
         learned: Mapping[int, LearnedSlowdown] = {} if self._replanning is None else self._lateness.learned
         measured: Mapping[int, SlowRank] = {} if self.monitor is None else self.monitor.slow
         ranks = sorted({*measured, *learned})
         return {rank: replace(measured.get(rank, SlowRank()), learned=learned.get(rank)) for rank in ranks}
 
     def correct(self) -> bool:
-        """Correct the costs by measured block times, and request a plan; return False if the run never replans."""
+        """Correct costs by measured block times and request a plan; return False if the run never replans."""
         if self._replanning is None or self.monitor is None:
             return False
         costs = self._question.costs.changed(corrections=self.monitor.corrections)
@@ -176,7 +176,7 @@ class Controller:
 
     def _replan(self, given: Replanning, report: StepReport) -> list[RunEvent]:
         self._lengths.append(tuple(n for n in report.assignment.lengths if n))
-        # While a switch is being prepared, no other plan is requested or compared.
+        # While a switch is prepared, no plan is requested or compared.
         if self._coming is not None:
             return [] if given.changing() else [self._switched(given, self._coming, report)]
         took = report.seconds - report.preparing_s
@@ -185,13 +185,13 @@ class Controller:
         if self._rehearsing and not given.planner.busy:
             self._rehearse(given)
         events = []
-        # Decide only after a step time has been measured.
+        # Decide only once a step time is measured.
         answer = given.planner.answer() if given.planner.busy and self._seconds else None
-        # If other ranks are slow by now, the answer is out of date, and `_ask` requests a new plan.
+        # If other ranks are slow by now, `_ask` requests a new plan.
         if answer is not None and {*self._asked_for} == {*self.health}:
             event = self._decided(given, answer, report.step)
             if self._coming is not None:
-                # The event is reported when all ranks have switched
+                # Reported when all ranks have switched
                 return []
             events += [event] if event.event == "switch" or not self._at_once else []
         self._ask(report.step)
@@ -215,7 +215,7 @@ class Controller:
         return event
 
     def _rehearse(self, given: Replanning) -> None:
-        """Request a plan that is not used, so that the planning process loads modules early."""
+        """Request a plan that is not used, so that the planning process loads its modules early."""
         self._rehearsing = False
         self._put(given.planner, Health(), at_once=True)
         given.planner.forget()
@@ -226,9 +226,9 @@ class Controller:
         health = self.health
         if replanning.planner.busy:
             return
-        # New rates: request a quick plan. Then, or after a correction of costs: the best plan.
+        # New rates: request a quick plan, then the best one. Corrected costs: the best one.
         if health != self._asked_for and self._may_switch(step, health):
-            # A dry run requests the best plan immediately
+            # A dry run requests the best plan at once
             self._at_once = replanning.switch is not None
         elif health == self._asked_for and (self._at_once or self._corrected):
             self._at_once = self._corrected = False
@@ -239,7 +239,7 @@ class Controller:
         self._put(replanning.planner, health, self._at_once)
 
     def _may_switch(self, step: int, health: Health) -> bool:
-        # The running plan uses a lost rank, so a new plan cannot wait.
+        # The running plan uses a lost rank.
         if health.lost and health.lost != self._planned_for.lost:
             return True
         return self._switched_at is None or step - self._switched_at >= COOLDOWN
@@ -255,8 +255,7 @@ class Controller:
         refused = partial(RunEvent, step, "replan", ranks, answer.took_s, rates=rates, done=False)
         if answer.refused:
             return refused(f"no switch: {answer.refused}")
-        # Scale the expected times of both plans, so that the running plan's equals its measured
-        # time.
+        # Scale both plans' expected times so that the running plan's equals its measured time.
         now_s = median(self._seconds)
         after_s = now_s * answer.after_s / answer.before_s
         left = given.steps - step

@@ -7,7 +7,7 @@ from statistics import median
 
 STEPS = 20
 LEAST = 5
-# Another plan is requested if step times differ by this factor
+# Step times that differ by this factor cause another plan
 MATTERS = 1.2
 
 
@@ -41,7 +41,6 @@ class ExpectedTimes:
         self._done = False
 
     def stepped(self, strategy: str, expected_s: float, measured_s: float) -> ExpectedAndMeasured | None:
-        """Record a step; return the comparison when enough steps are recorded."""
         if self._done:
             return None
         self._count += 1

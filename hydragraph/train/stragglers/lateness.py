@@ -1,13 +1,13 @@
-"""Corrections to the rates of slow ranks, learned from how long other ranks wait for the slow ranks' pipelines.
+"""Corrections to slow ranks' rates, learned from how long other ranks wait for their pipelines.
 
-A rank's rate (slowdown) scales only the time of blocks, but a slow rank also packs and sends slowly. Therefore:
+A rate (slowdown) scales only blocks' time, but a slow rank also packs and sends slowly. Therefore:
 
     late     time that ranks of healthy pipelines wait for gradients, divided by the rest of their step time (minimum
              over these ranks), minus the usual ratio when all ranks are healthy
     planned  rate that plans assume for slow ranks of a late pipeline: the previous rate times 1 + AHEAD * late
 
-AHEAD exceeds 1: part of a pipeline's time is fixed, so fewer tokens save less than their share of it. A correction
-that makes steps longer is reverted, and no further correction is tried until the rates change.
+AHEAD exceeds 1, because part of a pipeline's time does not depend on its tokens. A correction that makes steps longer
+is reverted, and no other is tried until rates change.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ AHEAD = 2.0
 # Minimum lateness that is corrected
 MATTERS = 0.05
 LOOK = 4
-# Number of steps without slow ranks that determine the usual wait
+# Steps without slow ranks that determine the usual wait
 USUAL = 8
 
 
 class Lateness:
-    """Rates that plans should assume for slow ranks, learned from finished steps.
+    """Rates that plans should assume for slow ranks.
 
     Args:
         switched: whether the running plan was made for the current rates.
@@ -90,8 +90,8 @@ class Lateness:
             self._seconds.clear()
 
     def _look(self, health: Health) -> None:
-        # First decide on the correction that is being tested, if any: if steps are longer than
-        # before, revert it, and try no other until the rates change.
+        # First decide on a correction being tested: if steps are longer than before, revert it, and
+        # try no other until the rates change.
         now = median(self._seconds)
         if self._before is not None:
             seconds, learned = self._before
@@ -118,7 +118,7 @@ class Lateness:
         return max(rate, learned.planned) if learned is not None and learned.goes_for(rate) else rate
 
     def _told(self, health: Health) -> None:
-        # Small changes of a rate, for which the learned rate still holds, keep what was measured.
+        # While learned rates hold, small changes of rates keep the measurements.
         if health == self._rates or _alike(health, self._rates, self._learned):
             return
         self._rates = health
@@ -143,13 +143,13 @@ def _alike(health: Health, before: Health, learned: Mapping[int, LearnedSlowdown
 def lateness(
     strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes], health: Health
 ) -> tuple[float, frozenset[int]]:
-    """Return the wait for slow pipelines divided by the rest of the step time, and the slow ranks that are late."""
+    """Return the wait for slow pipelines, divided by the rest of the step, and the slow ranks that are late."""
     used = [p.devices for p, batches in zip(strategy.pipelines, assignment.tokens, strict=True) if any(batches)]
     slow = [devices for devices in used if any(health.rate(rank) > 1 for rank in devices)]
     fast = [devices for devices in used if devices not in slow]
     if not fast:
         return 0.0, frozenset()
-    # wait: seconds that healthy pipelines wait for gradients, at least; rest: rest of that step.
+    # wait: least seconds of healthy pipelines' waits for gradients; rest: rest of that step.
     wait, rest = min(
         (ranks[rank].exposed.push, ranks[rank].seconds - ranks[rank].exposed.push)
         for devices in fast

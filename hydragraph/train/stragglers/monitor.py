@@ -1,7 +1,7 @@
-"""Straggler monitor, which computes the rates (slowdowns) of ranks from measured times.
+"""Straggler monitor, which computes ranks' rates (slowdowns) from measured times.
 
-On a shared CPU, a rank's rate is the product of two factors, computed from how long threads ran and how long they were
-queued for a core (`runtime.thread_times`):
+On a shared CPU, a rate is the product of two factors, computed from the times that threads ran and were queued for a
+core (`runtime.thread_times`):
 
     wall / predicted = (wall / (ran + queued)) x (ran / predicted)  x  (ran + queued) / ran
                        slowdown of the device (stopped, throttled)     contention for its core
@@ -27,13 +27,13 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.rate_estimator import Change, Estimator, Kind, Sensitivity
 from hydragraph.train.stragglers.straggler_state import SlowRank
 
-# Threshold for contention, in standard deviations; high, because contention comes in bursts
+# Threshold for contention, in standard deviations; high, because it comes in bursts
 CROWDED = 4.0
 
 
 @dataclass(frozen=True)
 class KindOfWork:
-    """Kind of work for which the ratio of measured to predicted time is the same on all healthy ranks."""
+    """Work with the same ratio of measured to predicted time on all healthy ranks."""
 
     type: str
     template: str
@@ -44,13 +44,13 @@ Predicted = dict[int, dict[KindOfWork, float]]
 
 
 class Monitor:
-    """Estimator of all ranks' slowdowns, which runs on one rank.
+    """Estimator of all ranks' slowdowns, on one rank.
 
     Args:
         costs: costs of healthy ranks.
 
     Attributes:
-        corrections: for each rank, the ratio of measured to predicted times of blocks.
+        corrections: ratio of measured to predicted block times, for each rank.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Monitor:
         return Health({rank: straggler.rate for rank, straggler in self.slow.items()})
 
     def observe(self, strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes]) -> tuple[Change, ...]:
-        """Record one training iteration; return the rates that changed.
+        """Record one iteration; return the changed rates.
 
         Raises:
             Unsupported: the costs are for another model.
@@ -104,10 +104,10 @@ class Monitor:
             return ()
         before = self.health
         work: dict[int, dict[Kind, tuple[float, float]]] = {}
-        # crowded[rank]: factor by which other processes on the rank's core slow it down.
+        # crowded[rank]: slowdown by other processes on the rank's core.
         crowded = {rank: (times.ran + times.queued) / times.ran for rank, times in enumerate(ranks) if times.ran > 0}
         for rank, kinds in predict(self._costs, strategy, assignment).items():
-            # own: measured seconds by kind. alone: the same without contention for the core.
+            # own: measured seconds by kind. alone: the same without contention.
             own = {kind: ranks[rank].own[self._templates.index(kind.template)] for kind in kinds}
             alone = {kind: seconds / crowded.get(rank, 1.0) for kind, seconds in own.items()}
             work[rank] = {kind: (alone[kind], seconds) for kind, seconds in kinds.items() if alone[kind] > 0}
@@ -115,7 +115,7 @@ class Monitor:
             # Forward and backward passes are timed together
             if whole > 0:
                 self.corrections = self.corrections.with_step({(part, rank): whole for part in COMPUTING})
-        # Idle ranks are included, so that their old rates do not remain.
+        # Idle ranks are included: old rates must not remain.
         crowd: dict[int, dict[Kind, tuple[float, float]]] = {r: {"core": (ratio, 1.0)} for r, ratio in crowded.items()}
         changed = self._device.observe({rank: by_kind for rank, by_kind in work.items() if by_kind}, self._idle(ranks))
         changed += self._core.observe(crowd)
@@ -123,7 +123,7 @@ class Monitor:
         return tuple(Change(rank, before.rate(rank), self.health.rate(rank)) for rank in named)
 
     def baseline(self, ranks: Sequence[RankTimes]) -> None:
-        """Record each rank's first speed measurement (`runtime.speed_probe`)."""
+        """Record ranks' first speed measurements (`runtime.speed_probe`)."""
         for rank, times in enumerate(ranks):
             if times.probe > 0:
                 self._probed.setdefault(rank, times.probe)
@@ -134,7 +134,7 @@ class Monitor:
             type_ = self._costs.cluster.type_of(rank)
             peers = [p for r, p in self._probed.items() if self._costs.cluster.type_of(r) == type_]
             if times.probe > 0 and peers:
-                # A probe measures speed (work per second), so a slower rank has a smaller value.
+                # Probes measure speed (work per second): a slower rank has a smaller value.
                 slowdowns[rank] = median_high(peers) / times.probe
         return slowdowns
 
@@ -144,7 +144,7 @@ def predict(costs: Costs, strategy: Strategy, assignment: Assignment) -> Predict
     outline = costs.outline
     predicted: Predicted = {}
     for stage in place(outline, strategy, assignment.counts).stages:
-        # Blocks of the same template take the same time.
+        # Blocks of a template take the same time.
         learning: dict[tuple[str, bool], int] = {}
         first: dict[tuple[str, bool], str] = {}
         for position in stage.positions:

@@ -5,17 +5,15 @@ kind of stage, on one type of device). Three unknowns explain the ratio:
 
     log(measured / predicted) = log factor(kind) + log common(iteration) + log rate(rank) + noise
 
-- factor: the error of the cost model for a kind of work; estimated as the median over iterations and healthy ranks.
-- common: a slowdown of all ranks, as on a busy machine; estimated as the lower median over ranks.
+- factor: the cost model's error for a kind of work; the median over iterations and healthy ranks.
+- common: a slowdown of all ranks, as on a busy machine; the lower median over ranks.
 - rate: the remaining slowdown of a rank. A rank becomes a straggler when, in NEEDED of the last OF iterations, its
-  slowdown exceeds both `enter` and CERTAIN times the scatter of healthy ranks. If the scatter is so large that the
-  second limit exceeds the square of `enter`, NEEDED and OF are doubled. A straggler becomes healthy when its slowdown
-  is below `leave` in NEEDED of OF iterations.
-- scatter: the larger of 1.4826 times the median deviation and half of the 95th percentile of the deviations. Both
-  estimate the standard deviation of normally distributed errors; the percentile also detects bursts.
+  slowdown exceeds both `enter` and CERTAIN times the scatter of healthy ranks. If this second limit exceeds the square
+  of `enter`, NEEDED and OF are doubled. The rank becomes healthy when its slowdown is below `leave` equally often.
+- scatter: the larger of 1.4826 times the median deviation and half of the 95th percentile of deviations. Both estimate
+  the standard deviation of normal errors; the percentile also detects bursts.
 
-While a rank has less than LITTLE times the work of the busiest rank, its rate can only fall, because unpredicted costs
-dominate.
+While a rank has less than LITTLE times the busiest rank's work, unpredicted costs dominate, so its rate can only fall.
 """
 
 from __future__ import annotations
@@ -28,36 +26,31 @@ from dataclasses import dataclass
 from statistics import median, median_low
 from typing import Any, TypeVar
 
-# Minimum number of iterations before the factor of a kind of work is used
+# Minimum iterations before a kind's factor is used
 CALIBRATION = 5
-# Number of iterations in each median
+# Iterations in each median
 WINDOW = 32
 NEEDED = 3
 OF = 4
 CERTAIN = 3.0
-# Minimum reported change of a straggler's rate, as a factor
+# Minimum reported change of a rate, as a factor
 CHANGE = 1.25
-# The first slow iteration is ignored if its slowdown is below this fraction of later slowdowns
+# The first slow iteration is ignored below this fraction of later slowdowns
 PARTIAL = 0.85
 LITTLE = 0.1
-# Calibrated kinds of work must cover at least this fraction of a rank's predicted time
+# Minimum share of calibrated kinds in a rank's predicted time
 SHARED = 0.5
 
 _T = TypeVar("_T")
 
 Kind = Hashable
-# By rank and kind of work: measured and predicted seconds, each above 0.
+# Measured and predicted seconds, each above 0, by rank and kind of work.
 Work = Mapping[int, Mapping[Any, tuple[float, float]]]
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Thresholds for rates.
-
-    Attributes:
-        enter: slowdown above which a rank becomes a straggler.
-        leave: slowdown below which a straggler becomes healthy.
-    """
+    """Thresholds: a slowdown above `enter` makes a rank a straggler, and one below `leave` makes it healthy."""
 
     enter: float = 1.3
     leave: float = 1.1
@@ -65,7 +58,7 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a rank's rate; healthy ranks have rate 1."""
+    """Change of a rank's rate; healthy ranks have rate 1."""
 
     rank: int
     before: float
@@ -77,10 +70,10 @@ class Change:
 
 
 class Estimator:
-    """Estimator of ranks' rates after each iteration.
+    """Estimator of ranks' rates.
 
     Args:
-        certain: threshold for stragglers, as a multiple of the scatter of healthy ranks.
+        certain: threshold for stragglers, as a multiple of healthy ranks' scatter.
     """
 
     def __init__(
@@ -92,7 +85,7 @@ class Estimator:
         self._sensitivity = sensitivity or Sensitivity()
         self._certain = certain
         self._held = dict(held or {})
-        # Logarithms of the errors of the cost model, by kind of work.
+        # Logarithms of the cost model's errors, by kind.
         self._errors: defaultdict[Kind, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._residuals: dict[int, deque[float]] = {}
         # Residuals of the last iterations, by rank
@@ -109,7 +102,7 @@ class Estimator:
         for residuals in self._healthy:
             for rank, value in residuals.items():
                 by_rank.setdefault(rank, []).append(value)
-        # Deviations are relative to each rank's median, so that a constantly slow rank adds no noise.
+        # Deviations are relative to each rank's median: a constantly slow rank adds no noise.
         middles = {rank: median(values) for rank, values in by_rank.items()}
         deviations = sorted(abs(value - middles[rank]) for rank, values in by_rank.items() for value in values)
         if len(deviations) < 3:
@@ -117,7 +110,7 @@ class Estimator:
         return max(1.4826 * median(deviations), deviations[round(0.95 * (len(deviations) - 1))] / 2)
 
     def among(self, numbers: Mapping[int, int]) -> Estimator:
-        """Return a copy for renumbered ranks; `numbers` maps the old numbers of remaining ranks to the new ones."""
+        """Return a copy for renumbered ranks; `numbers` maps remaining ranks' old to new numbers."""
 
         def anew(values: Mapping[int, _T]) -> dict[int, _T]:
             return {numbers[rank]: deepcopy(value) for rank, value in values.items() if rank in numbers}
@@ -131,10 +124,10 @@ class Estimator:
         return estimator
 
     def observe(self, work: Work, idle: Mapping[int, float] | None = None) -> tuple[Change, ...]:
-        """Record one iteration; return the rates that changed.
+        """Record one iteration; return the changed rates.
 
         Args:
-            idle: slowdown of ranks that did not compute, from a speed measurement.
+            idle: measured slowdown of ranks that did not compute.
         """
         # log(measured / expected) = common + residual; `expected` includes the factors of work.
         rank_seconds = self._known(work)
@@ -144,16 +137,15 @@ class Estimator:
         self._learn(work, residuals, common)
         if residuals:
             self._recent.append(dict(residuals))
-        # Only residuals older than the judged iterations count as healthy, because a rank that has
-        # just become slow would increase the scatter that decides whether it is slow.
+        # Only residuals older than the judged iterations count as healthy: a rank that has just
+        # become slow would increase the scatter that judges it.
         if len(self._recent) > OF:
             # Leave out ranks that are stragglers now.
             then = self._recent.popleft()
             self._healthy.append({rank: value for rank, value in then.items() if rank not in self._held})
         little = LITTLE * max((expected for _, expected in rank_seconds.values()), default=0.0)
         for rank, rate in self._held.items():
-            # With little work, fixed costs look like a slowdown, so the rate of this rank must not
-            # rise.
+            # With little work, fixed costs look like a slowdown: the rate must not rise.
             if rank in rank_seconds and rank_seconds[rank][1] < little:
                 residuals[rank] = min(residuals[rank], math.log(rate))
         residuals |= {rank: math.log(ratio) for rank, ratio in (idle or {}).items()}
@@ -162,7 +154,7 @@ class Estimator:
     def _known(self, work: Work) -> dict[int, tuple[float, float]]:
         rank_seconds = {}
         for rank, kinds in work.items():
-            # known_kinds: kind -> (measured, predicted) seconds, of calibrated kinds only.
+            # known_kinds: calibrated kind -> (measured, predicted) seconds.
             known_kinds = {kind: pair for kind, pair in kinds.items() if len(self._errors[kind]) >= CALIBRATION}
             measured = sum(m for m, _ in known_kinds.values())
             whole = sum(predicted for _, predicted in kinds.values())
@@ -172,7 +164,7 @@ class Estimator:
         return rank_seconds
 
     def _common(self, logs: Mapping[int, float]) -> float:
-        # A straggler with a wrong rate must not make other ranks look slow.
+        # A straggler's wrong rate must not make others look slow.
         healthy = [log for rank, log in logs.items() if rank not in self._held]
         stragglers = [log - math.log(self._held[rank]) for rank, log in logs.items() if rank in self._held]
         return median_low(healthy or stragglers) if logs else 0.0
@@ -189,8 +181,7 @@ class Estimator:
             for rank, log in logs.items():
                 log_rate = math.log(self._held.get(rank, 1.0))
                 if rank in residuals:
-                    # A sample far from the rank's rate says that the rate has changed, not the
-                    # factor.
+                    # A sample far from the rank's rate means that the rate changed, not the factor.
                     if abs(residuals[rank] - log_rate) < within:
                         samples.append(log - log_rate - common)
                 else:
@@ -199,10 +190,9 @@ class Estimator:
                 self._errors[kind].append(median_low(samples))
 
     def _strange(self, by_kind: Mapping[Kind, Mapping[int, float]]) -> dict[int, float]:
-        """Return the log slowdown of each rank that is much slower than others at the same kinds of work.
+        """Return the log slowdown of ranks that are much slower than others at the same work.
 
-        The first sweep of a median polish (Tukey, 1977) distinguishes errors of the cost model from ranks that are slow
-        from the beginning.
+        The first sweep of a median polish (Tukey, 1977) separates the cost model's errors from slow ranks.
         """
         behind: dict[int, list[float]] = {}
         for logs in by_kind.values():
@@ -214,23 +204,23 @@ class Estimator:
         return {rank: median_low(values) for rank, values in behind.items() if median_low(values) > within}
 
     def _judged(self, rank: int, residual: float) -> Change | None:
-        # `every` also contains older residuals, which count only while the measurements are noisy.
+        # Older residuals in `every` count only while measurements are noisy.
         every = self._residuals.setdefault(rank, deque(maxlen=2 * OF))
         every.append(residual)
         if len(self._healthy) < NEEDED:
-            # The scatter is not known yet
+            # The scatter is unknown
             return None
         before = self._held.get(rank, 1.0)
         noise = self._certain * self.scatter
         bursts = noise > 2 * math.log(self._sensitivity.enter)
         last = list(every) if bursts else list(every)[-OF:]
         needed = 2 * NEEDED if bursts else NEEDED
-        # A straggler whose rate has not changed must not count as healthy.
+        # A straggler with an unchanged rate must not count as healthy.
         leave = min(max(math.log(self._sensitivity.leave), noise / 2), 0.8 * math.log(before)) if before > 1 else 0.0
         if before > 1 and sum(value < leave for value in last) >= needed:
             return self._changed(rank, before, 1.0)
         margin = max(math.log(CHANGE if before > 1 else self._sensitivity.enter), noise)
-        # beyond, below: residuals that differ from the rank's rate by more than the noise explains.
+        # beyond, below: residuals farther from the rank's rate than noise explains.
         beyond = [value for value in last if value - math.log(before) > margin]
         below = [value for value in last if value - math.log(before) < -margin] if before > 1 else []
         for values in (beyond, below):
@@ -249,7 +239,7 @@ class Estimator:
     @staticmethod
     def _rate(logs: Sequence[float]) -> float:
         ratios = [math.exp(log) for log in logs]
-        # The slowdown may have begun within the first of these iterations.
+        # The slowdown may have begun within the first iteration.
         later = sum(ratios[1:]) / (len(ratios) - 1)
         if ratios[0] < PARTIAL * later:
             return later

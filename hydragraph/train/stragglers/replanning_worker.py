@@ -1,4 +1,4 @@
-"""The planning process, which answers questions with plans."""
+"""Planning process, which answers questions with plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def prepare() -> Callable[[ReplanQuestion], Replanned]:
             costs = with_caches(question.costs, costs)
             return replan(replace(question, costs=costs))
         except Exception as error:
-            # Training continues, and reports this error
+            # Training continues and reports this error
             return Replanned(refused=f"{type(error).__name__}: {error}")
 
     return answer

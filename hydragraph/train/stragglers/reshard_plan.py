@@ -1,13 +1,12 @@
-"""Choice of the state's home by the speed and memory of ranks, and division of moves into stages.
+"""Choice of the state's home by ranks' speed and memory, and division of moves into stages.
 
-Each owner sums the gradients of its share of the state, and updates the share after the last push. A step ends when the
-slowest owner is done:
+Each owner sums its share's gradients and updates the share after the last push. A step ends with the slowest owner:
 
     seconds(shares) = max over ranks of  slowdown x share x (seconds that a healthy device takes for the whole state)
 
 The maximum is smallest if shares are proportional to 1 / slowdown, as far as memory allows. A very slow rank should own
-no state, because each owner exchanges messages for every bucket. The cost of a move is the time for sending gradients
-to the rank that receives the most elements (`hydragraph.engine.live_reshard`).
+no state, because each owner exchanges messages for every bucket. A move costs the time to send gradients to the rank
+that receives the most elements (`hydragraph.engine.live_reshard`).
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from hydragraph.planner.state_shares import EXACT, filled
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 
-# Minimum gain of a move, as a multiple of its cost
+# Minimum ratio of a move's gain to its cost
 GAIN = 1.2
 GRADIENT_BYTES = 4
-# Shares are rounded to 1/100 of the largest share, so that noise does not change them
+# Shares are rounded to 1/100 of the largest, so that noise does not change them
 ROUNDED = 100
-# Rounded shares may need this many times the memory of exact shares
+# Rounded shares may need this multiple of exact shares' memory
 TIGHT = 1.01
 
 
@@ -41,11 +40,11 @@ class StateCosts:
     """Costs of storing, updating and moving state.
 
     Attributes:
-        update_s: seconds that a healthy device takes to update the whole state.
-        bytes_per_element: bytes of weight and optimizer state that a move sends per element (12 with Adam).
+        update_s: seconds for a healthy device to update the whole state.
+        bytes_per_element: bytes of weight and optimizer state that a move sends (12 with Adam).
         free_bytes: memory for state on each rank; None: unlimited.
-        held_bytes: memory that an owner needs per element, including gradient and messages; None: `bytes_per_element`.
-        messages_s: seconds that a healthy owner takes for the messages of a step.
+        held_bytes: an owner's memory per element, with gradient and messages; None: `bytes_per_element`.
+        messages_s: seconds of a step's messages for a healthy owner.
     """
 
     update_s: float
@@ -65,11 +64,10 @@ class StateCosts:
 
 @dataclass(frozen=True)
 class Rehoming:
-    """A move of state to a new home.
+    """Move of state to a new home.
 
     Attributes:
-        before_s: seconds that the slowest owner takes per step before the move.
-        after_s: seconds that the slowest owner takes per step after the move.
+        before_s, after_s: the slowest owner's seconds per step before and after the move.
     """
 
     home: Home
@@ -92,17 +90,17 @@ def rehoming(
     """Return a home to move to; None if the running home fits in memory and no move pays off within `steps`.
 
     Args:
-        running: the current home; `nodes` must be set if there are copies.
-        given: the user's home, which is restored once no rank is slow, even if the move does not pay off.
-        buckets: buckets of the state. Without `question`, all buckets have the same shares in the new home.
-        question: if given, the home from `choose_home` is also a candidate, and times include exchanges of state.
+        running: current home; `nodes` must be set if there are copies.
+        given: the user's home, restored once no rank is slow, even if this does not pay off.
+        buckets: without `question`, all buckets get the same shares.
+        question: if given, `choose_home`'s result is also a candidate, and times include exchanges of state.
 
     Raises:
         ValueError: a rank is lost, or the ranks do not have enough memory.
     """
     if any(rank < ranks for rank in health.lost):
         raise ValueError(f"rehoming: ranks {list(health.lost)} are lost: first continue the run without these ranks")
-    # Collect candidates, and take the fastest one that fits in memory.
+    # Take the fastest candidate that fits in memory.
     homes = _homes(running, ranks, buckets, health, _with_way(running, ranks, buckets, costs))
     if question is not None:
         homes.append(replace(choose_home(question), nodes=running.nodes))
@@ -119,7 +117,7 @@ def rehoming(
     home = min(fitting or homes, key=seconds)
     before = seconds(running)
     after = seconds(home)
-    # Training waits only until the rank that receives the most has its gradients.
+    # Training waits only until the rank that receives most has its gradients.
     moving = max(received(running, home, ranks, buckets)) * GRADIENT_BYTES / costs.bytes_per_s
     fits = _fits(running, ranks, buckets, costs)
     pays = moving > 0 if restored else (before - after) * steps > GAIN * moving
@@ -140,12 +138,11 @@ def rehoming(
 
 
 def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> StateCosts:
-    """Reduce the available memory, so that a bucket's old and new shards both fit during a move."""
+    """Reduce the free memory, so that a bucket's old and new shards fit."""
     if costs.free_bytes is None:
         return costs
     whole = sum(bucket.size for bucket in buckets)
-    # During a move, a rank also has the old shard of one bucket, at most that of the largest
-    # bucket.
+    # During a move, a rank also has the old shard of one bucket, at most the largest.
     beside = (1 + max(bucket.size for bucket in buckets) / whole) * TIGHT
     owned = [size * costs.held_per_element for size in owned_by(running, ranks, buckets)]
     free = [max(most / beside, min(own, most)) for own, most in zip(owned, costs.free_bytes, strict=True)]
@@ -154,18 +151,18 @@ def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: State
 
 
 def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health, costs: StateCosts) -> list[Home]:
-    """Return homes whose owners are all ranks, all except the slowest rank, all except the two slowest, ..."""
+    """Return homes owned by all ranks, all except the slowest, all except the two slowest, ..."""
     elements = sum(b.size for b in buckets) * running.copies
     slowest = sorted((rank for rank in health if rank < ranks), key=health.rate, reverse=True)
     nodes = running.nodes or range(ranks)
     homes: list[Home] = []
     for count in range(len(slowest) + 1):
         without = slowest[:count]
-        # Copies must be on different nodes, so at least this number of nodes must own state.
+        # Copies must be on different nodes, so as many nodes must own state.
         if len({node for rank, node in enumerate(nodes) if rank not in without}) < running.copies:
             break
         try:
-            # Exact shares may fit in memory even if rounded shares do not
+            # Exact shares may fit where rounded ones do not
             for rounded in (True, False):
                 shares = best_shares(ranks, health, costs, elements, without, rounded)
                 homes.append(Home(shares, running.copies, nodes=running.nodes))
@@ -184,16 +181,16 @@ def best_shares(
     without: Collection[int] = (),
     rounded: bool = True,
 ) -> tuple[float, ...]:
-    """Return each rank's share, proportional to its speed as far as its memory allows; the largest share is 1.
+    """Return shares proportional to speed as far as memory allows; the largest is 1.
 
     Args:
         elements: number of elements in the state, including copies.
 
     Raises:
-        ValueError: the ranks do not have enough memory.
+        ValueError: the ranks have too little memory.
     """
     rates = np.array([health.rate(rank) for rank in range(ranks)])
-    # room[rank]: largest fraction of all elements that fits in the rank's memory.
+    # room[rank]: largest fraction of all elements that fits in its memory.
     room = np.array(costs.free(ranks)) / (costs.held_per_element * elements)
     room[list(without)] = 0.0
     share = filled(rates, room)
@@ -206,7 +203,7 @@ def best_shares(
     relative = share / share.max()
     if not rounded:
         return tuple(relative.tolist())
-    # Rounding up could exceed the memory
+    # Rounding up could exceed memory
     if costs.free_bytes is not None:
         return tuple((np.floor(relative * ROUNDED * 100 + EXACT) / (ROUNDED * 100)).tolist())
     return tuple((np.rint(relative * ROUNDED) / ROUNDED).tolist())
@@ -217,22 +214,22 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
     after = HomeLayouts(new, ranks)
     total = np.zeros(ranks, np.int64)
     for bucket in buckets:
-        # total[dst] += number of elements that the rank `dst` receives.
+        # total[dst] += elements that rank `dst` receives.
         slices = move(before.of(bucket), after.of(bucket)).travelling
         np.add.at(total, slices.dst, slices.hi - slices.lo)
     return [int(elements) for elements in total]
 
 
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
-    """Yield the home after each stage of a move. A stage sends each rank at most `elements` elements or one bucket.
+    """Yield the home after each stage of a move; a stage sends each rank at most `elements` elements or one bucket.
 
-    If `old` and `new` differ in copies or nodes, the move has a single stage.
+    A change of copies or nodes takes a single stage.
     """
     if (old.copies, old.nodes) != (new.copies, new.nodes):
         yield new
         return
-    # moved: bucket -> shares after the current stage. waiting[rank]: elements that the rank
-    # receives in this stage. ahead: whether this stage moves anything.
+    # moved: bucket -> shares after this stage. ahead: whether the stage moves anything.
+    # waiting[rank]: elements that the rank receives in this stage.
     moved: dict[str, Sequence[float]] = {bucket.name: _shares(old, bucket.name, ranks) for bucket in buckets}
     waiting = np.zeros(ranks, np.int64)
     ahead = False
@@ -249,7 +246,7 @@ def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements
 
 
 def passes(way: Sequence[Home], ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> bool:
-    """Return whether, in every stage of a move, all ranks have memory for their old and new shards."""
+    """Return whether ranks have memory for old and new shards in every stage."""
     for old, new in pairwise(way):
         before = HomeLayouts(old, ranks)
         after = HomeLayouts(new, ranks)

@@ -1,7 +1,7 @@
-"""Resharding policy of the leading rank: it moves state away from slow ranks if the move pays off.
+"""Policy of the leading rank for moving state away from slow ranks.
 
-State moves in parts. Each part is small enough to arrive within the fraction BESIDE of a step's time, so that training
-waits only for the part's gradients (`Executable.rehome`).
+State moves in parts, which arrive within the fraction BESIDE of a step's time, so that training waits only for their
+gradients (`Executable.rehome`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hydragraph.train.stragglers.run_events import RunEvent
 BESIDE = 0.5
 COOLDOWN = 6
 MIX = 16
-# A new home is chosen if this fraction of the recent mix of strategies has changed
+# A new home is chosen after this fraction of the strategies' mix has changed
 CHANGED = 0.25
 
 
@@ -42,13 +42,13 @@ def state_costs(costs: Costs) -> StateCosts:
 def with_room(
     state: StateCosts, costs: Costs, strategies: Sequence[Strategy], tokens: int, owned: Sequence[int]
 ) -> StateCosts:
-    """Return `state` with `free_bytes`: memory that strategies and messages leave free.
+    """Return `state` with the memory that strategies and messages leave free.
 
     Args:
         tokens: number of tokens in the largest mini-batch.
-        owned: number of elements that each rank owns now, which are assumed to fit.
+        owned: number of elements that each rank owns, which are assumed to fit.
     """
-    # beside[rank]: most memory that any strategy needs besides the state, in bytes.
+    # beside[rank]: most memory that a strategy needs besides the state, in bytes.
     beside = [0.0] * costs.ranks
     for strategy in strategies:
         most = [min(costs.max_len(pipeline, strategy), tokens) for pipeline in strategy.pipelines]
@@ -62,11 +62,11 @@ def with_room(
 
 @dataclass(eq=False)
 class ReshardPolicy:
-    """Choice of the ranks that own the state, and division of moves into parts.
+    """Choice of the state's owners, and division of moves into parts.
 
     Attributes:
-        memory: costs that include the ranks' memory; None: memory is unlimited.
-        rule: how strategies determine the owners (requires `memory`); None: owners do not depend on strategies.
+        memory: costs that include ranks' memory; None: unlimited memory.
+        rule: how strategies determine the owners, if they do; requires `memory`.
     """
 
     home: Home
@@ -83,14 +83,14 @@ class ReshardPolicy:
         self._decided_mix: dict[Strategy, float] = {}
         self._decided_for = Health()
         self._decided_at: int | None = None
-        # _parts: the homes that are still to be reached; the first one may be under way.
+        # _parts: homes still to be reached; the first may be under way.
         self._parts: deque[Home] = deque()
         self._under_way = False
         self._given = self.home if self.rule is None else None
 
     @property
     def next(self) -> Home | None:
-        """Home to move to in the next step, or None if no move is due or a part is still moving."""
+        """Home to move to in the next step, unless a part is moving."""
         return self._parts[0] if self._parts and not self._under_way else None
 
     @property
@@ -99,8 +99,7 @@ class ReshardPolicy:
 
     @property
     def moving(self) -> bool:
-        """Whether more parts will move after the part that is moving now."""
-        # `_under_way` counts as 1, the part that is moving now.
+        # `_under_way` counts as 1, the moving part.
         return len(self._parts) > self._under_way
 
     def begun(self) -> None:
@@ -109,17 +108,17 @@ class ReshardPolicy:
     def stepped(
         self, step: int, health: Health, seconds: float, strategies: Sequence[Strategy] = (), tokens: int = 0
     ) -> tuple[RunEvent, ...]:
-        """Decide after a step whether to move state; return an event if state will move.
+        """Decide after a step whether to move state; return an event if so.
 
         Args:
-            strategies: the strategy of this step, then strategies that later steps may use.
+            strategies: this step's strategy, then those that later steps may use.
         """
         self._mix.extend(strategies[:1])
         # The part that began before this step has arrived.
         if self._under_way:
             self.home = self._parts.popleft()
             self._under_way = False
-        # Decide again only if rates or the mix of strategies have changed, and no part is waiting.
+        # Decide again only if rates or the mix of strategies changed, and no part is waiting.
         early = self._decided_at is not None and step - self._decided_at < COOLDOWN
         mix = self._changed_mix()
         if self._parts or early or (health == self._decided_for and mix is None) or health.lost:
@@ -135,9 +134,9 @@ class ReshardPolicy:
         if better is None:
             return ()
         home = replace(better.home, nodes=self.home.nodes)
-        # at_once: elements that the slowest link transfers in the given fraction of a step.
+        # at_once: elements that the slowest link transfers in this part of a step.
         at_once = max(1, int(BESIDE * seconds * costs.bytes_per_s / costs.bytes_per_element))
-        # If large parts do not fit in memory, move one bucket at a time.
+        # Move one bucket at a time if large parts do not fit.
         for elements in (at_once, 1):
             parts = list(stages(self.home, home, self.ranks, self.buckets, elements))
             if passes([self.home, *parts], self.ranks, self.buckets, costs):
@@ -150,7 +149,7 @@ class ReshardPolicy:
             return None
         mix = {strategy: count / MIX for strategy, count in Counter(self._mix).items()}
         before = self._decided_mix
-        # From only A to half A and half B: (0.5 + 0.5) / 2, so half of the steps have changed.
+        # From A to half A and half B: (0.5 + 0.5) / 2, so half of the steps changed.
         moved = sum(abs(mix.get(s, 0.0) - before.get(s, 0.0)) for s in {*mix, *before}) / 2
         return mix if moved >= CHANGED else None
 

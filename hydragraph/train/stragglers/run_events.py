@@ -1,4 +1,4 @@
-"""Events of a run, such as lost ranks and decisions, which are lines of `events.jsonl`.
+"""Events of a run, such as lost ranks and decisions, as lines of `events.jsonl`.
 
 {"time": "2026-11-22T20:31:07+00:00", "step": 41, "event": "straggler", "ranks": [2], "seconds": 0.0,
  "why": "rank 2 takes 2.57 times as long as its peers", "rates": {"2": 2.57}}
@@ -18,7 +18,7 @@ from hydragraph.data.atomic_write import write_whole
 
 Name = Literal["fault", "straggler", "recovered", "replan", "switch", "migrate", "join", "leave", "saved", "resumed"]
 
-# Titles of events, in the order in which the loss picture shows them.
+# Titles of events, in the loss picture's order.
 TITLES: Mapping[Name, str] = {
     "fault": "rank lost",
     "leave": "rank left",
@@ -42,15 +42,14 @@ def now() -> str:
 
 @dataclass(frozen=True)
 class RunEvent:
-    """An event of a run.
+    """Event of a run.
 
     Attributes:
         step: last step before the event.
-        seconds: measured or expected duration. A `resumed` event lasts from the failure until training continues.
-        before_s: expected seconds per step without the decision.
-        after_s: expected seconds per step with the decision.
-        lost_steps: number of steps that were undone because state was lost.
-        read_bytes: bytes of checkpoint pieces read from each place (memory, disk and store).
+        seconds: measured or expected duration; of a `resumed` event, from the failure until training continues.
+        before_s, after_s: expected seconds per step without and with the decision.
+        lost_steps: number of steps undone because state was lost.
+        read_bytes: bytes of checkpoint pieces read from memory, disk and store.
     """
 
     step: int
@@ -100,7 +99,6 @@ def append_event(path: Path, event: RunEvent) -> None:
 
 
 def complete_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (line, "path:number") for each complete line of a file, if the file exists."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         if line.endswith("\n"):
@@ -108,12 +106,11 @@ def complete_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_events(path: Path) -> list[RunEvent]:
-    """Read an events file; if a line cannot be read, a ValueError names the line."""
     return [_parse(line, place) for line, place in complete_lines(path)]
 
 
 def drop_events(path: Path, after: int) -> None:
-    """Delete the events after a step, except `saved` events and starts of sessions."""
+    """Delete events after a step, except `saved` events and starts of sessions."""
     events = [(line, _parse(line, place)) for line, place in complete_lines(path)]
     kept = [e.step <= after or e.event == "saved" or (e.event == "resumed" and not e.seconds) for _, e in events]
     if not all(kept):

@@ -1,22 +1,22 @@
-"""State of a slow rank, which can be passed to the next leading rank."""
+"""State of a slow rank, for the next leading rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Rates count as equal if they differ by at most this factor
+# Rates that differ by at most this factor count as equal
 SAME = 1.6
 
 
 class LearnedSlowdown(NamedTuple):
-    """A rank's measured slowdown (`known`), and the slowdown that plans assume instead (`planned`)."""
+    """A rank's measured slowdown (`known`), and the one that plans assume (`planned`)."""
 
     known: float
     planned: float
 
     def goes_for(self, rate: float) -> bool:
-        """Return whether plans should still assume `planned` for a rank with measured rate `rate`."""
+        """Return whether plans should still assume `planned` for a measured rate."""
         return self.known / SAME <= rate <= max(self.planned, SAME * self.known)
 
 
@@ -26,7 +26,7 @@ class SlowRank:
 
     Attributes:
         device: slowdown of the device, without contention for the core.
-        core: additional slowdown due to other processes on the same core.
+        core: additional slowdown by other processes on the core.
         learned: set if other ranks waited for this rank.
     """
 
