@@ -13,13 +13,13 @@ from hydragraph.version import __version__ as __version__
 def attributes(
     package: str, where: Mapping[str, str]
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__all__`, `__getattr__` and `__dir__` (PEP 562) for a package that imports names on first use."""
+    """Return `__all__`, `__getattr__` and `__dir__` (PEP 562) of a package that imports names on first use."""
 
     def find(name: str) -> Any:
         if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(where[name]), name)
-        # The next access finds the attribute, and does not call this function.
+        # The next access finds the attribute without this function.
         setattr(sys.modules[package], name, value)
         return value
 
@@ -29,8 +29,8 @@ def attributes(
     return sorted(where), find, names
 
 
-# Names are imported on first use, so that `import hydragraph.spec` does not import torch. Type checkers read
-# __init__.pyi.
+# Names are imported on first use: `import hydragraph.spec` does not import torch. Type checkers
+# read __init__.pyi.
 __all__, __getattr__, __dir__ = attributes(
     "hydragraph",
     {

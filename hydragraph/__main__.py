@@ -1,4 +1,4 @@
-"""Entry point of the script `hydragraph` and of `python -m hydragraph`."""
+"""Entry point of `hydragraph` and `python -m hydragraph`."""
 
 import atexit
 import os
@@ -8,9 +8,9 @@ from contextlib import suppress
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C prints no traceback, even during imports."""
+    """Run the command line; Ctrl-C never prints a traceback."""
     began = time.monotonic()
-    # codes: the code of the SystemExit that ends the process, or empty without one.
+    # codes: the SystemExit's code, or empty without one.
     codes: list[object] = []
     atexit.register(_end_at_once, codes)
     try:
@@ -26,9 +26,9 @@ def main() -> None:
 
 
 def _end_at_once(codes: list[object]) -> None:
-    """Exit without the interpreter's final garbage collection, which takes more than a second with PyTorch.
+    """Exit without the final garbage collection, which takes more than a second with PyTorch.
 
-    After training, exit normally, because users' callbacks may have open files.
+    Training exits normally, because callbacks may have open files.
     """
     for code in codes:
         if isinstance(code, int) and "hydragraph.train.loop" not in sys.modules:
@@ -39,7 +39,7 @@ def _end_at_once(codes: list[object]) -> None:
                 code = code or 1
             with suppress(OSError, ValueError):
                 sys.stderr.flush()
-            # os._exit does not flush streams, so they are flushed above.
+            # Flush streams above, because os._exit does not.
             os._exit(code)
 
 

@@ -1,6 +1,6 @@
 """Command line, which reports each error as one sentence and an exit code.
 
-Each command imports its modules only when it runs, so that `--help` is fast.
+Commands import their modules when they run, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from hydragraph.commands.options import check_read, check_written
 from hydragraph.errors import CallbackFailure, EndedElsewhere, RankFailure, StillCompiling, Unreachable
 from hydragraph.version import __version__
 
-# Exit codes for a user's mistake and for a failed run.
+# Exit codes for users' mistakes and failed runs.
 _MISTAKE, _FAILED = 2, 1
 
 _COMMANDS: dict[str, Callable[..., None]] = {
@@ -75,7 +75,7 @@ def _print_version(asked: bool) -> None:
 
 
 def main(began: float | None = None) -> None:
-    """Run the command line. A command's deadline counts from `began`."""
+    """Run the command line; a command's deadline counts from `began`."""
     # Before anything imports PyTorch
     os.environ.update(spinning(os.environ))
     for name in ("stdout", "stderr"):
@@ -106,9 +106,9 @@ def _app() -> typer.Typer:
 
 
 def _add(typer_app: typer.Typer, commands: Mapping[str, Callable[..., None]]) -> None:
-    """Add commands to an app, with their docstrings as help texts."""
+    """Add commands with their docstrings as help texts."""
     for name, function in commands.items():
-        # The help shows the paragraph "Example: ..." after the options.
+        # The help shows "Example: ..." after the options.
         text, heading, example = (inspect.getdoc(function) or "").partition("\n\nExample")
         epilog = " ".join(f"{heading}{example}".split())
         typer_app.command(name, help=text, epilog=epilog)(_in_sentences(function))
@@ -137,7 +137,7 @@ def _in_sentences(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-# Options that name an output file. Commands write these files last, so the paths are checked first.
+# Options that name output files, which are written last: check their paths first.
 _FILES = ("picture", "trace", "csv", "json", "markdown", "report")
 
 
@@ -152,9 +152,9 @@ def _check_picture(path: Path | None) -> None:
 
 @contextmanager
 def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
-    """Turn an error into a sentence and an exit code. With --debug, also print the traceback."""
+    """Turn an error into a sentence and an exit code; with --debug, also print the traceback."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    # Without --log-level, only the model check logs at level INFO.
+    # Without --log-level, only the model check logs INFO.
     logging.getLogger("hydragraph.frontend.check").setLevel(logging.INFO if log_level is None else logging.NOTSET)
     try:
         if log_level is not None:
@@ -186,7 +186,7 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
             log.show(None)
 
 
-# Messages that replace the operating system's error texts about paths.
+# Replacements of the operating system's messages about paths.
 _PATHS: dict[type[Exception], str] = {
     FileExistsError: "this path already exists: name another path",
     FileNotFoundError: "the file or directory does not exist: correct the path",
@@ -208,7 +208,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _said(error: Exception) -> str:
-    """Return an error's text, with a remedy if a path was rejected or the disk is full."""
+    """Return an error's text, with a remedy for rejected paths and full disks."""
     number = error.errno if isinstance(error, OSError) else None
     if number in _FULL:
         return f"{error}: free disk space, or write elsewhere"

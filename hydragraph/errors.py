@@ -1,4 +1,4 @@
-"""Errors whose messages tell users what happened, where, and what to do."""
+"""Errors that tell users what happened, where, and what to do."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 
 class Unsupported(ValueError):  # noqa: N818  the public name
-    """Error for a request that hydragraph rejects instead of returning a wrong result silently.
+    """Error for a request that hydragraph rejects, because the result would be silently wrong.
 
     Args:
         what: the rejected request, as a clause.
-        where: the module, block, operator or field.
+        where: module, block, operator or field.
         remedy: an alternative for the user.
     """
 
@@ -32,7 +32,7 @@ def type_text(value: object) -> str:
 
 
 def listed(texts: Sequence[str], most: int = 3) -> str:
-    """Join the first `most` texts by commas, and count the remaining texts."""
+    """Join the first `most` texts by commas, and count the rest."""
     rest = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + rest
 
@@ -46,9 +46,9 @@ class RankFailure(RuntimeError):  # noqa: N818
 
     Args:
         rank: the rank that failed first.
-        instruction: the text of the instruction or call in which the rank failed, or "".
-        error: the exception that the rank raised, or how its process ended.
-        host: host name of the failed rank, or "". The message omits the current host's name.
+        instruction: text of the instruction or call that failed, or "".
+        error: the rank's exception, or how its process ended.
+        host: host name of the failed rank, or ""; the message omits the current host's name.
     """
 
     def __init__(self, rank: int, instruction: str, error: str, host: str = "") -> None:
@@ -68,7 +68,7 @@ class Stopped(RuntimeError):  # noqa: N818
     """Raised on all ranks before a step if any rank was asked to stop. Ranks can still save a checkpoint.
 
     Args:
-        reason: the largest of the ranks' reasons, which are numbers, such as signal numbers.
+        reason: the largest of the ranks' reasons (numbers, such as signals).
     """
 
     def __init__(self, reason: int) -> None:
@@ -80,7 +80,7 @@ class Stopped(RuntimeError):  # noqa: N818
 
 
 class TooFewRanks(RuntimeError):  # noqa: N818
-    """Raised if too few ranks remain to continue. The remaining ranks can save the complete state."""
+    """Raised if too few ranks remain to continue; they can save the complete state."""
 
     def __init__(self, why: str, remedy: str = "save the state, and continue with more ranks") -> None:
         super().__init__(f"{why}; the state is complete: {remedy}")
@@ -92,11 +92,11 @@ class TooFewRanks(RuntimeError):  # noqa: N818
 
 
 class Unreachable(RuntimeError):  # noqa: N818
-    """Raised if ranks of two hosts cannot connect. The message names the addresses that were tried."""
+    """Raised if ranks of two hosts cannot connect; the message names the tried addresses."""
 
 
 class CallbackFailure(RuntimeError):  # noqa: N818
-    """Raised if a callback fails. `__notes__` contains the callback's traceback."""
+    """Raised if a callback fails; `__notes__` contains its traceback."""
 
 
 class StillCompiling(RuntimeError):  # noqa: N818
@@ -104,4 +104,4 @@ class StillCompiling(RuntimeError):  # noqa: N818
 
 
 class EndedElsewhere(RuntimeError):  # noqa: N818
-    """Raised if another machine ended the run. The message gives the reason."""
+    """Raised if another machine ended the run; the message gives the reason."""

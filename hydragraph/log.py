@@ -2,9 +2,9 @@
 
     [rank 1/4 step 12] hydragraph.passes.variants: compiled layer.3 for rank 0 of 2 in 0.41 s
 
-INFO is for events that happen a few times in a run, DEBUG for events that can happen in every step. To show the
-lines, use `--log-level` on the command line, `show` in a script (also for ranks of `hydragraph.launch`), or a handler
-with a `RankFilter`. Long operations report progress to `doing`, which calls the functions registered with `hearing`.
+INFO is for events that happen a few times in a run, DEBUG for events of every step. To show lines, use `--log-level`,
+`show` in a script (also for ranks of `hydragraph.launch`), or a handler with a `RankFilter`. Long operations report
+progress to `doing`, which calls the functions registered with `hearing`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ _LIBRARY = "hydragraph"
 
 @dataclass
 class _Position:
-    """Rank (None before the process joins other ranks) and step of this process."""
-
     rank: int | None = None
     ranks: int = 1
     step: int = 0
@@ -50,7 +48,7 @@ _hearers: list[Hearer] = []
 
 
 def doing(what: str, done: int = 0, of: int = 0) -> None:
-    """Report this process's current activity to the functions that `hearing` has registered.
+    """Report the current activity to the functions registered with `hearing`.
 
     Args:
         done: index of the part that begins now, from 1; 0 if unknown.
@@ -62,7 +60,7 @@ def doing(what: str, done: int = 0, of: int = 0) -> None:
 
 @contextmanager
 def hearing(hear: Hearer) -> Iterator[None]:
-    """Call a function with every activity that `doing` reports in the `with` block."""
+    """Call a function with activities that `doing` reports in the `with` block."""
     _hearers.append(hear)
     try:
         yield
@@ -83,7 +81,7 @@ class RankFilter(logging.Filter):
 
 
 class _Shown(logging.StreamHandler[Any]):
-    """Handler that writes to the current stderr, which a progress bar may replace."""
+    """Handler that writes to the current stderr, which progress bars may replace."""
 
     def __init__(self) -> None:
         # StreamHandler.__init__ would store the current stderr
@@ -100,12 +98,12 @@ def show(level: str | int | None = "info") -> None:
     """Write log lines to stderr with rank and step, in this process and in ranks that `launch` starts later.
 
     Args:
-        level: the lowest level to show, as a name or number; None stops the output.
+        level: lowest level to show, as a name or number; None stops the output.
 
     Raises:
         ValueError: the level is unknown.
     """
-    # getLevelName returns the number of a name, or a text for an unknown one, rejected below.
+    # getLevelName returns a name's number, or a text for an unknown name, rejected below.
     number = logging.getLevelName(level.upper()) if isinstance(level, str) else level
     if isinstance(level, str) and level.lower() not in LEVELS:
         raise ValueError(f"log level {level!r}: use {', '.join(LEVELS)}")
@@ -113,7 +111,7 @@ def show(level: str | int | None = "info") -> None:
     for handler in [h for h in logger.handlers if isinstance(h, _Shown)]:
         logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET if number is None else number)
-    # Otherwise a configured root logger would write each line twice
+    # Otherwise a configured root logger would repeat each line
     logger.propagate = number is None
     if number is not None:
         logger.addHandler(_Shown())

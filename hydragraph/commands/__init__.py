@@ -1,1 +1,1 @@
-"""Command line: one module per command of `cli.py`, and modules that several commands use."""
+"""Command line: one module per command of `cli.py`, and modules that commands share."""

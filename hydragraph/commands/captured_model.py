@@ -1,4 +1,4 @@
-"""Functions that trace a run's model without weights and build its cost model."""
+"""Tracing of a run's model without weights, and its cost model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def meta_model(config: TrainConfig) -> nn.Module:
-    """Return the config's model on the meta device, with its adapters."""
     from hydragraph.train.model import adapted, skeleton
 
     quieten()
@@ -45,11 +44,11 @@ def program_of(config: TrainConfig, model: nn.Module) -> Program:
 
 
 def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
-    """Return a config's model on the meta device, its traced program, and a compiler of the graphs that a run uses.
+    """Return a config's model on the meta device, its traced program, and a compiler of its graphs.
 
     Raises:
         Unsupported: the model cannot be captured.
-        ValueError: the config's model fields are invalid, or the model's vocabulary is too small for the tokenizer.
+        ValueError: model fields are invalid, or the vocabulary is too small for the tokenizer.
     """
     import torch
 
@@ -62,7 +61,7 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
 
     quieten()
     data_vocabulary = None
-    # The data may be missing here, because training runs on another machine
+    # Training may run on another machine, which has the data
     with suppress(ValueError, OSError):
         data_vocabulary = known_vocabulary(config)
     vocabulary, end_of_text = data_vocabulary or (config.data.vocab_size, 0)
@@ -107,10 +106,10 @@ def costs_of_run(
 def strategies_and_costs(
     config: TrainConfig, cluster: Cluster, files: CostFiles, efficiency: float | None, say: Say, doubled: bool = False
 ) -> tuple[tuple[Strategy, ...], Costs, Program]:
-    """Capture a config's model, and return its strategies, costs and program.
+    """Capture a config's model; return its strategies, costs and program.
 
     Args:
-        doubled: whether datasheet costs also cover the strategies' tensor-parallel degrees times 2, 4, ..., for advice.
+        doubled: whether datasheet costs also cover tensor-parallel degrees times 2, 4, ..., for advice.
     """
     from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.datasheet import datasheet
@@ -133,7 +132,7 @@ def strategies_and_costs(
 
 
 def step_lengths(config: TrainConfig, drawn: Sequence[int] | None) -> list[int]:
-    """Return a mini-batch's lengths, drawn from `drawn`, or all of the maximum length if `drawn` is None."""
+    """Return a mini-batch's lengths, drawn from `drawn`; None: all are the maximum length."""
     from hydragraph.report.candidate_comparison import mini_batches
     from hydragraph.spec.training_workload import full_lengths
 
@@ -146,15 +145,15 @@ def step_lengths(config: TrainConfig, drawn: Sequence[int] | None) -> list[int]:
 def run_assignment(
     config: TrainConfig, costs: Costs, strategy: Strategy, lengths: Sequence[int], known: bool
 ) -> Assignment:
-    """Assign a mini-batch's sequences to pipelines and micro-batches, as a run does.
+    """Assign sequences to pipelines and micro-batches as a run does.
 
     Args:
-        known: whether the run plans with `costs`. If not, or if no plan fits in memory, use `quick_plan`.
+        known: whether the run plans with `costs`; if not, or if no plan fits in memory, use `quick_plan`.
     """
     from hydragraph.planner.assignment.best_candidate import compare_pipelines
     from hydragraph.planner.quick_plan import assign
 
-    # The fallback that a run uses without costs, or if no plan fits in memory.
+    # Fallback of runs without costs, or if no plan fits in memory.
     assignment = assign(strategy, lengths)
     with suppress(Unsupported):
         if known:

@@ -1,4 +1,4 @@
-"""`hydragraph chaos`: inject faults into a run, and compare its losses with those of an undisturbed run."""
+"""`hydragraph chaos`: inject faults into a run, and compare its losses with an undisturbed run's."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def chaos_command(options: ChaosOptions) -> None:
     --kinds adds other faults, from losing several ranks during a recovery to the preemption of a simulated machine;
     `--kinds ?` describes them.
 
-    With `deterministic: true`, the losses of both runs must be bitwise equal. Otherwise, a third run on one rank
-    measures how much rounding alone changes the losses.
+    With `deterministic: true`, both runs' losses must be bitwise equal. Otherwise, a third run on one rank measures the
+    effect of rounding.
     """
     from hydragraph.train.chaos import disturbed_run
 
@@ -58,7 +58,7 @@ def chaos_command(options: ChaosOptions) -> None:
 
             machines = disturbed_run.MACHINES if counts["preempt"] else 1
             disturbed = disturbed_run.run(stormy, strikes, stepped, machines=machines)
-        # The undisturbed runs stop after the same step as the disturbed one.
+        # Undisturbed runs stop after the same step.
         last = max((m.step for m in disturbed.metrics), default=1)
         with console.status("training without faults"):
             undisturbed = disturbed_run.run(peaceful, until=last).until(last)

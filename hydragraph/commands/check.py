@@ -1,4 +1,4 @@
-"""`hydragraph check`: predict memory and seconds per step of a run."""
+"""`hydragraph check`: predict a run's memory and seconds per step."""
 
 from __future__ import annotations
 
@@ -59,25 +59,24 @@ class CheckOptions(ConfigOptions, PricedOptions):
     as_json: bool = json_option()
 
     def prices(self, config: TrainConfig) -> bool:
-        """Return whether devices are known, so that seconds can be predicted."""
         told = (self.cluster, self.arch, self.devices, self.profile, self.efficiency, self.corrections)
         return config.device != "cpu" or any(option is not None for option in told)
 
 
 @verb
 def check_command(options: CheckOptions) -> None:
-    """Predict for each strategy whether it fits into memory, what uses most of the memory, and the step time.
+    """Predict whether each strategy fits into memory, what uses most of the memory, and the step time.
 
-    The command rejects each setting, file, model, strategy and optimizer that training would reject, and reports
-    missing data. Unless --cluster or plan.cluster is set, each rank is an H200. With `device: cpu`, each rank gets an
-    equal share of this machine's memory, and no step time is predicted.
+    The command rejects settings, files, models, strategies and optimizers that training would reject, and reports
+    missing data. Without --cluster and plan.cluster, each rank is an H200. With `device: cpu`, ranks share this
+    machine's memory equally, and no step time is predicted.
 
-    Peak memory is computed by stepping through every rank's program with the sizes of its compiled graphs and its
-    optimizer state. Peak memory is also computed for the advice in the column "change first". MFU is the model's
-    FLOP/s, without recomputation and gradients of frozen weights, divided by the devices' peak. If the config does not
-    set `device`, or with --arch, the run is assumed to use GPUs. --arch also predicts the share of the computation time
-    that kernel launches take, and the number of tokens below which launches take more than half. The exit code is 1 if
-    a strategy exceeds the memory, or if the data would make training on this machine fail.
+    Peak memory, including that of "change first", is computed by stepping through every rank's program with the sizes
+    of its compiled graphs and optimizer state. MFU is the model's FLOP/s, without recomputation and gradients of frozen
+    weights, divided by the devices' peak. With --arch, or if the config does not set `device`, the run is assumed to
+    use GPUs. --arch also predicts kernel launches' share of the computation time, and the number of tokens below which
+    it exceeds half. The exit code is 1 if a strategy exceeds the memory, or if the data would make training on this
+    machine fail.
 
     Example: hydragraph check examples/demo.yaml --memory 2e9, or --cluster cluster.yaml for your own devices. With
     --profile profile.json, seconds are predicted from measurements.

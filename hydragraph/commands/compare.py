@@ -30,12 +30,11 @@ class CompareOptions(PricedOptions):
 
 @verb
 def compare_command(options: CompareOptions) -> None:
-    """Compare the traced steps of a run with their simulation, by kind of instruction and by rank.
+    """Compare a run's traced steps with their simulation, by kind of instruction and by rank.
 
-    A rank's time is divided among kinds of instructions. If a rank waits for a message, the time until the message is
-    sent counts as waiting for ranks, and the rest as transfer. The first step of each strategy is excluded, because the
-    step includes compilation. --profile and --cluster default to the config's plan.profile and plan.cluster. The
-    devices are the cluster's, else the profile's, else H200s.
+    A wait for a message counts as waiting for ranks until the message is sent, and as transfer afterwards. Each
+    strategy's first step is excluded, because it includes compilation. --profile and --cluster default to the config's
+    plan.profile and plan.cluster. The devices are the cluster's, else the profile's, else H200s.
 
     Example: hydragraph profile config.yaml --output profile.json, hydragraph train config.yaml --trace, then hydragraph
     compare runs/demo --profile profile.json. The last command writes runs/demo/corrections.json: pass it to simulate,

@@ -65,10 +65,10 @@ class CompileOptions(ConfigOptions, StrategyOptions):
 
 @verb
 def compile_command(options: CompileOptions) -> None:
-    """Compile a model for its strategies and verify all ranks' programs, without data, devices or weights.
+    """Compile a model for its strategies and verify all programs, without data, devices or weights.
 
-    The output folder contains the program, each rank's instructions, each graph as Python code, and a summary. The exit
-    code is 1 if a strategy cannot be compiled.
+    The output folder contains the program, ranks' instructions, graphs as Python code, and a summary. The exit code is
+    1 if a strategy cannot be compiled.
 
     Example: hydragraph compile examples/demo.yaml --strategy '<tp4,pp1>' --strategy '<tp2,pp1> + <tp1,pp2>' --output
     compiled, then read compiled/graphs and compiled/strategies.
@@ -97,10 +97,10 @@ def compile_command(options: CompileOptions) -> None:
 
 
 def _tokens(config: TrainConfig) -> tuple[int, int]:
-    """Return vocabulary size and end-of-text id, and print a note if they are guesses."""
+    """Return vocabulary size and end-of-text id; print a note if they are guesses."""
     from hydragraph.train.data import known_vocabulary
 
-    # The data may be missing here, because training runs on another machine
+    # Training may run on another machine, which has the data
     with suppress(ValueError, OSError):
         data_vocabulary = known_vocabulary(config)
         if data_vocabulary is not None:
@@ -163,7 +163,7 @@ def compile_quietly(
             # Reported by `_compiled`
             with suppress(ValueError):
                 usable.append(Strategy.read(text, program.layers))
-        # All ranks count as one node, because the run's machines are unknown here.
+        # All ranks count as one node: the run's machines are unknown.
         home = home_on(program, usable, config.home, [0] * config.ranks)
         owners = HomeLayouts(home.on([0] * config.ranks), config.ranks)
         built: dict[str, BuiltKernel] | None = None if arch is None else {}
@@ -171,7 +171,7 @@ def compile_quietly(
         if arch is not None and built is not None:
             gpu = absent_gpu(arch_of(arch), built)
         tell = lambda what: bar.update(task, advance=1, description=escape(what))  # noqa: E731
-        # `gpu` makes Inductor and Triton compile for a GPU that this machine does not have.
+        # `gpu` makes Inductor and Triton compile for an absent GPU.
         compiler = Compiler(program, owners, chosen, device, tell, built)
         bar.update(task, total=compiler.steps(usable))
         with _threads_of_a_rank(config.ranks), gpu:
@@ -179,7 +179,7 @@ def compile_quietly(
             compiled = [_compiled(compiler, text, program.layers, micro_batches, sums) for text in config.strategies]
         summary = summarise(program, compiler, compiled, str(owners.home), seconds)
         write_folder(output, program, summary, compiler, compiled)
-        # Strategies that did not compile have no graphs to compare.
+        # Strategies that did not compile have no graphs.
         fitting = [result.programs.strategy for result in compiled if result.programs is not None]
         library_model = LibraryModel.of(checked)
         stages = StageCheck(program, initial_buffers(model), chosen == "inductor", model=library_model)
@@ -200,7 +200,7 @@ def compile_quietly(
 
 @contextmanager
 def _threads_of_a_rank(ranks: int) -> Iterator[None]:
-    """Use as many threads as a rank, because Inductor's CPU code depends on this number."""
+    """Use a rank's number of threads, which affects Inductor's CPU code."""
     import torch
 
     from hydragraph.cluster.processes.compute_threads import threads_of
@@ -220,7 +220,7 @@ def _compiled(
     from hydragraph.engine.compiled_model import check_modes
     from hydragraph.spec.strategy import Strategy
 
-    # A strategy that cannot be read is named by its text.
+    # An unreadable strategy is named by its text.
     name = text
     try:
         strategy = Strategy.read(text, layers)

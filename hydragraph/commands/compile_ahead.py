@@ -24,9 +24,9 @@ from hydragraph.private.absent_gpu import BuiltKernel
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of cached variants; a variant that is evicted would be counted twice
+# Maximum cached variants; an evicted one would be counted twice
 _KEPT = 1 << 20
-# Saved bytes are measured with 1,024 and 2,048 tokens
+# Measure saved bytes with 1,024 and 2,048 tokens
 _TOKENS = 1024
 
 Tell = Callable[[str], None]
@@ -34,12 +34,12 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class VariantRecord:
-    """A template (the graph that equal blocks share), compiled for some ranks of one kind of stage.
+    """Template (graph that equal blocks share), compiled for some ranks of a kind of stage.
 
     Attributes:
         name: stem of the files `graphs/{name}.forward.py` and `.backward.py`.
-        indices: positions within the stage of the ranks that run the variant.
-        saved_bytes_per_token: bytes of saved values per token, excluding inputs and the output.
+        indices: the ranks' positions within the stage.
+        saved_bytes_per_token: bytes of saved values per token, excluding inputs and output.
     """
 
     name: str
@@ -68,10 +68,10 @@ class StrategyRecord:
     """Result of compiling one strategy.
 
     Attributes:
-        strategy: the strategy's text with its fingerprint; the user's text if the strategy did not compile.
-        folder: folder of the strategy's files; "" if the strategy did not compile.
-        pull_bytes, push_bytes: bytes of weights and gradients sent between ranks in one iteration.
-        problem: why the strategy did not compile; "" if all programs are proven complete and free of deadlocks.
+        strategy: the strategy's text with its fingerprint; the user's text if it did not compile.
+        folder: folder of the strategy's files; "" if it did not compile.
+        pull_bytes, push_bytes: bytes of weights and gradients between ranks in an iteration.
+        problem: why it did not compile; "" if all programs are proven complete and free of deadlocks.
     """
 
     strategy: str
@@ -98,8 +98,6 @@ class CompiledVariant:
 
 @dataclass(frozen=True, eq=False)
 class CompiledStrategy:
-    """A strategy's record, and the ranks' programs if the strategy compiled."""
-
     record: StrategyRecord
     programs: RankPrograms | None = None
 
@@ -111,12 +109,12 @@ class _Need:
 
 
 class Compiler:
-    """Compiler of one captured program for several strategies. Each variant is compiled once.
+    """Compiler of one program for several strategies; each variant is compiled once.
 
     Args:
         backend: "eager", or "inductor", which fills Inductor's cache.
         tell: called with the name of each strategy and graph to compile.
-        built: compiled kernels for an absent GPU (`private.absent_gpu`); None: compile for this machine.
+        built: kernels for an absent GPU (`private.absent_gpu`); None: compile for this machine.
     """
 
     def __init__(
@@ -150,7 +148,6 @@ class Compiler:
         return tuple(variant for variants in self._known.values() for variant in variants)
 
     def steps(self, strategies: Sequence[Strategy]) -> int:
-        """Return the maximum number of calls to `tell`."""
         fitting = (strategy for strategy in strategies if strategy.layers == self._program.layers)
         return len(strategies) + len({need for strategy in fitting for need in self._needs(strategy)})
 
@@ -161,7 +158,7 @@ class Compiler:
             ValueError: the strategy does not fit the model, the ranks or the micro-batches.
         """
         self._tell(strategy.name)
-        # Create and verify the instructions of all ranks first, which is fast; then compile graphs.
+        # Create and verify all ranks' instructions first, which is fast.
         programs = lower(self._program, strategy, micro_batches, ranks=self.ranks)
         programs.verify()
         # Raises if a weight has no owner
@@ -180,7 +177,7 @@ class Compiler:
         return CompiledStrategy(record, programs)
 
     def _needs(self, strategy: Strategy) -> tuple[_Need, ...]:
-        # needs: distinct (first block with a template, kind of stage), in the order of stages.
+        # needs: distinct (first block with a template, kind of stage), in stage order.
         needs: dict[_Need, None] = {}
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             kind = stage.kind
@@ -195,7 +192,7 @@ class Compiler:
         return self._known[need]
 
     def _compile(self, need: _Need) -> Iterator[CompiledVariant]:
-        # indices: variant -> ranks of the stage that share it, because their graphs are equal.
+        # indices: variant -> ranks of the stage with equal graphs.
         indices: dict[Variant, list[int]] = {}
         seconds: dict[Variant, float] = {}
         for part in need.kind.parts():
@@ -215,7 +212,7 @@ class Compiler:
         self, name: str, need: _Need, variant: Variant, indices: tuple[int, ...], seconds: float
     ) -> VariantRecord:
         part = StagePart(need.kind, indices[0])
-        # The difference between two sizes excludes values whose size is fixed.
+        # The difference excludes values of fixed size.
         less, more = (footprint(variant, part, MicroBatch(n * _TOKENS, 1)).saved for n in (1, 2))
         return VariantRecord(
             name,

@@ -81,7 +81,7 @@ def check_folder(folder: Path) -> None:
 def write_folder(
     folder: Path, program: Program, summary: Summary, compiler: Compiler, strategies: Sequence[CompiledStrategy]
 ) -> None:
-    """Replace a folder's readable files. `frontend.compiled_folder.save` writes the other files.
+    """Replace a folder's readable files; `frontend.compiled_folder.save` writes the others.
 
     program.txt             the strategy-independent program and its templates
     graphs/                 NAME.forward.py and NAME.backward.py of every variant
@@ -89,7 +89,7 @@ def write_folder(
     summary.json            `Summary`
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Delete the manifest and the summary first, so that an interrupted folder is not read.
+    # Delete manifest and summary first: an interrupted folder must not be read.
     for name in (NAME, CODE, SUMMARY, KERNELS):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / CUBINS, ignore_errors=True)

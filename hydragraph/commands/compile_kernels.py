@@ -39,11 +39,11 @@ _LOOKUPS = frozenset({aten.embedding.default, aten.embedding_dense_backward.defa
 
 @dataclass(frozen=True)
 class KernelRecord:
-    """One kernel of a graph.
+    """Kernel of a graph.
 
     Attributes:
         launches: launches per run of the graph.
-        configurations: number of configurations to autotune. Other fields describe the first configuration.
+        configurations: number of configurations to autotune; other fields describe the first.
         spilled_bytes: bytes of stack per thread (see `kernels.cubin`).
         shared_bytes: shared memory per thread block.
         bytes: device memory read and written per launch.
@@ -65,10 +65,9 @@ class GraphRecord:
 
     Attributes:
         name: variant and direction, such as layer.0.tp1.forward.
-        library_launches: launches of operators that Inductor did not compile.
+        library_launches: launches of operators not compiled by Inductor.
         flops: FLOPs of matrix products, attention and the fused head.
-        library_bytes: bytes of device memory read and written by embedding lookups and by the operators counted in
-            `flops`.
+        library_bytes: bytes read and written by embedding lookups and the operators counted in `flops`.
     """
 
     name: str
@@ -125,7 +124,7 @@ def load_written(cls: type[Any], path: Path) -> Any:
 def graph_records(
     name: str, part: StagePart, traced: Variant, compiled: Variant, built: Mapping[str, BuiltKernel]
 ) -> tuple[GraphRecord, ...]:
-    """Return the records of a variant's graphs. `built` maps kernel sources to kernels."""
+    """Return the records of a variant's graphs; `built` maps kernel sources to kernels."""
     sizes = TracedSizes.of(traced, part, MicroBatch(TUNED, 1))
     records = []
     before = modules_of(traced)
@@ -143,7 +142,7 @@ def _digest(kernel: BuiltKernel) -> str:
 
 
 def _launched(module: fx.GraphModule, built: Mapping[str, BuiltKernel]) -> tuple[int, list[KernelRecord]]:
-    # library: launches of operators that PyTorch's libraries run.
+    # library: launches of PyTorch's libraries.
     # counts: (name, source) of a generated kernel -> launches.
     library = 0
     counts: Counter[tuple[str, str]] = Counter()
@@ -176,21 +175,21 @@ def _shape(node: Any, sizes: TracedSizes) -> list[float]:
 
 def _flops(node: fx.Node, sizes: TracedSizes) -> float:
     if node.target in _PRODUCTS:
-        # [.., m, k] times [.., k, n] takes 2 m k n; addmm and baddbmm have the bias as first
-        # argument.
+        # [.., m, k] times [.., k, n] takes 2 m k n FLOPs; the first argument of addmm and baddbmm
+        # is the bias.
         left, right = (_shape(n, sizes) for n in node.args[-2:])
         return 2 * math.prod(left) * right[-1]
     if node.target in _LOOKUPS:
         return 0.0
     name = str(node.target)
     if "varlen_attention" in name:
-        # Two products of T x T x width per head, of which a causal mask leaves half: 2 T T width.
-        # The backward has five products instead of two.
+        # Two products of T x T x width per head, half of them masked if causal: 2 T T width. The
+        # backward has five products.
         tokens, heads, width = _shape(_first(node, dims=3), sizes)[-3:]
         return 2 * tokens * tokens * heads * width * (2.5 if "backward" in name else 1)
     operands = head_operands(node)
     assert operands is not None
-    # The fused head computes the forward's product and both gradients: 3 x 2 T H V.
+    # The fused head computes one product and both gradients: 3 x 2 T H V.
     hidden, weight = (_shape(n, sizes) for n in operands)
     return 6 * math.prod(hidden) * weight[0]
 
@@ -200,6 +199,6 @@ def _first(node: fx.Node, dims: int) -> fx.Node:
 
 
 def _moved(node: fx.Node, sizes: TracedSizes) -> int:
-    # Views of one storage have the same key, so each storage counts once.
+    # Views of a storage have one key, so each storage counts once.
     values = {key: size for n in (*node.all_input_nodes, node) for key, size in sizes.storages(n).items()}
     return sum(values.values())

@@ -1,4 +1,4 @@
-"""The config of `hydragraph train`: an existing file, or a new file for data and a model."""
+"""Config of `hydragraph train`: an existing file, or a new one for data and a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config_of(paths: Sequence[Path], to: Path, overrides: Sequence[str] = ()) ->
     """Return the config of a run.
 
     Args:
-        paths: one config, or data and at most one model.
+        paths: a config, or data and at most one model.
         to: file for a new config, which rank 0 writes if it does not exist.
         overrides: as for `TrainConfig.load`; not written to the file.
 
@@ -48,7 +48,7 @@ def _is_config(path: Path) -> bool:
         return True
     if path.is_file() and path.parent not in _STREAMS:
         return _holds_config(path)
-    # A stream such as /dev/stdin can be read only once, so its contents are not inspected.
+    # A stream such as /dev/stdin can be read only once.
     return path.exists() and not path.is_dir()
 
 
@@ -70,7 +70,7 @@ def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> Train
     if not inspected.data:
         raise ValueError(f"{inspected.model} is a model: also pass the files or folders of data to train it on")
     check_written("--to", to)
-    # Validate the config before writing it, so that a failed command leaves no file.
+    # Validate before writing: a failed command leaves no file.
     text = first_config(inspected, to)
     config = TrainConfig.parse(text, overrides)
     existing = read_text(to, "choose another file with --to") if to.is_file() else None

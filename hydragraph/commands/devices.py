@@ -28,9 +28,9 @@ class DevicesOptions(CommonOptions):
 def devices_command(options: DevicesOptions) -> None:
     """Measure and print the devices of all ranks, their types, and the links between them.
 
-    Training with `strategies: auto` measures the same. Speeds are those of matrix products: small fp32 ones on CPUs,
-    and large 16-bit ones on GPUs. The cluster file has the datasheet's speed for a GPU that nearly reaches it, and
-    otherwise the measured speed with `efficiency: 1`.
+    Training with `strategies: auto` makes the same measurements. Speeds are those of matrix products: small fp32 ones
+    on CPUs, and large 16-bit ones on GPUs. The cluster file has the datasheet's speed for a GPU that nearly reaches it,
+    and otherwise the measured speed with `efficiency: 1`.
 
     Example: hydragraph devices --ranks 4 --output cluster.yaml, then edit the file, and run hydragraph plan --cluster
     cluster.yaml --model run.yaml. On several machines: torchrun ... --no-python hydragraph devices.

@@ -1,4 +1,4 @@
-"""`hydragraph export`: export a run's checkpoint as a Hugging Face directory."""
+"""`hydragraph export`: write a run's checkpoint as a Hugging Face directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hydragraph init`: write a first config for data, a model and this machine's devices."""
+"""`hydragraph init`: write a first config for data, model and devices."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class InitOptions(CommonOptions):
 def init_command(options: InitOptions) -> None:
     """Write a commented config for your data, your model and this machine's devices.
 
-    Example: hydragraph init chats.jsonl models/Qwen2.5-0.5B, or hydragraph init a-folder-of-text; then hydragraph check
-    hydragraph.yaml and hydragraph train hydragraph.yaml.
+    Example: hydragraph init chats.jsonl models/Qwen2.5-0.5B; then hydragraph check hydragraph.yaml and hydragraph train
+    hydragraph.yaml.
     """
     to = options.to
     if to.exists() and (to.is_dir() or not options.overwrite):

@@ -1,4 +1,4 @@
-"""Functions that detect a launcher such as torchrun, and that run work on its ranks or on new local ranks."""
+"""Detection of launchers such as torchrun, and work on their ranks or on new local ranks."""
 
 from __future__ import annotations
 
@@ -32,42 +32,41 @@ def restarts_by_torchrun() -> int | None:
 
 
 def torchrun_rendezvous() -> str:
-    """Return the rendezvous backend in the command line of the torchrun that started this process, or ""."""
+    """Return the rendezvous backend of the torchrun that started this process, or ""."""
     command = Path(f"/proc/{os.getppid()}/cmdline")
     if restarts_by_torchrun() is None or not command.exists():
         return ""
-    # torchrun accepts --rdzv-backend=c10d, --rdzv_backend c10d and mixtures of these.
+    # torchrun accepts --rdzv-backend=c10d, --rdzv_backend c10d and mixtures.
     words = [word.replace("_", "-") for word in " ".join(command.read_text().split("\0")).replace("=", " ").split()]
     option = "--rdzv-backend"
     return words[words.index(option) + 1] if option in words else "static"
 
 
 def first_seen(began: float) -> float:
-    """Return the start time of the run in the output folder before this torchrun job, or 0 if none.
+    """Return the start time of the run in the output folder before this torchrun job, or 0.
 
-    The job's first attempt writes this time to torchrun's store, which outlives the ranks. Without a shared store, a
-    run that began after torchrun's process belongs to this job.
+    The first attempt stores this time in torchrun's store, which outlives the ranks. Without a shared store, a run that
+    began after torchrun's process belongs to this job.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from hydragraph.cluster.processes.rendezvous_stores import client
 
-        # compare_set with "" writes only if the key is missing, so later attempts read the first
-        # value.
+        # compare_set with "" writes only a missing key; later attempts read the first value.
         store = client(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         return float(store.compare_set("hydragraph/began", "", repr(began)))
-    # torchrun's process is the parent of this one, and lives through all attempts of the job.
+    # torchrun's process, the parent, outlives all attempts.
     return began if began < time.time() - running_s(os.getppid()) else 0.0
 
 
 def running_s(pid: int) -> float:
     """Return a process's age in seconds, rounded up by at most one second."""
     try:
-        # The name of the process, in parentheses, may contain spaces. Field 22 is the start time,
-        # the 20th after the name.
+        # The process's name, in parentheses, may contain spaces. Field 22, the 20th after it, is
+        # the start time.
         ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # since boot
         return float(Path("/proc/uptime").read_text().split()[0]) - int(ticks) / os.sysconf("SC_CLK_TCK") + 1.0
     except OSError:
-        # On systems other than Linux, ps prints [[days-]hours:]mm:ss
+        # Other systems' ps prints [[days-]hours:]mm:ss
         said = subprocess.run(["ps", "-o", "etime=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
         days, _, clock = said.strip().rpartition("-")
         # 1-02:03:04 is 1 day, 2 hours, 3 minutes and 4 seconds.
@@ -85,7 +84,7 @@ def on_ranks(
 ) -> T:
     """Call a function on every rank.
 
-    Under a launcher, return this rank's result. Otherwise, start local ranks and return rank 0's result.
+    Return this rank's result under a launcher; otherwise, start local ranks and return rank 0's result.
 
     Args:
         elastic: how ranks continue after a loss; None: a lost rank ends the run.

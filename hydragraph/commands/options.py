@@ -1,4 +1,4 @@
-"""Options that commands share, and the decorator `verb` of commands."""
+"""Options that commands share, and the decorator `verb`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def option(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
 
 
 def argument(help: str, default: Any = MISSING, **settings: Any) -> Any:
-    """Return a dataclass field for a positional argument. `settings` are other arguments of `typer.Argument`."""
+    """Return a dataclass field for a positional argument; `settings` are other arguments of `typer.Argument`."""
     return field(default=default, metadata={"info": partial(typer.Argument, help=help, **settings)})
 
 
@@ -66,10 +66,7 @@ json_option = partial(flag, "Print JSON instead of text.", "--json")
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """Options of every command.
-
-    A subclass declares further options and arguments, with `PANEL` as heading in the help.
-    """
+    """Options of every command; subclasses add others, with `PANEL` as heading in the help."""
 
     PANEL: ClassVar[str | None] = None
 
@@ -80,7 +77,7 @@ class CommonOptions:
     debug: bool = flag("Show tracebacks.")
 
     def refuse(self, names: Iterable[str], why: str) -> None:
-        """Raise a ValueError for the first field of `names` that the user has set."""
+        """Raise a ValueError for the first of `names` that the user set."""
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name in names and value is not None and value is not False:
@@ -117,7 +114,7 @@ class StrategyOptions(CommonOptions):
     )
 
     def apply(self, config: TrainConfig, ranks: int | None = None) -> TrainConfig:
-        """Return the config with these strategies and this home; `ranks` is as in `chosen_strategies`."""
+        """Return the config with these strategies and this home; `ranks` as in `chosen_strategies`."""
         config = with_strategies(config, self.strategies, ranks)
         return config if self.home is None else replace(config, home=Home.parse(self.home))
 
@@ -151,7 +148,7 @@ def verb(function: Callable[[Options], None]) -> Callable[..., None]:
 
 
 def read_counts(text: str, pipelines: int) -> list[int]:
-    """Parse the number of micro-batches per pipeline: "4,2", or one number for all."""
+    """Parse micro-batches per pipeline: "4,2", or one number for all."""
     counts = check_counts(text)
     if len(counts) not in (1, pipelines):
         raise ValueError(
@@ -196,7 +193,7 @@ _OUTPUTS = ("output", "out", "picture", "trace", "csv", "json", "markdown", "rep
 
 
 def check_read(given: Mapping[str, Any]) -> None:
-    # Writing to a file that is also read would destroy an input.
+    # Writing to a file that is also read would destroy it.
     for output in _OUTPUTS:
         path = given.get(output)
         if not isinstance(path, Path) or not path.is_file():
@@ -233,7 +230,7 @@ def on_planned_devices(options: Options, config: TrainConfig) -> Options:
     def has(*names: str) -> bool:
         return any(getattr(options, name, None) is not None for name in names)
 
-    # The plan's profile describes the plan's devices, so it does not apply to others.
+    # The plan's profile describes only the plan's devices.
     if has("cluster", "devices", "arch", "memory"):
         return options
     cluster = None if config.plan.cluster is None else Path(config.plan.cluster)
@@ -247,7 +244,7 @@ def chosen_strategies(
     """Return the command line's strategies or, by default, the config's.
 
     Args:
-        ranks: number of ranks of the data parallelism that replaces "auto" in a config; None: reject "auto".
+        ranks: number of ranks of the data parallelism that replaces a config's "auto"; None: reject "auto".
 
     Raises:
         ValueError: the strategies are "auto", and `ranks` is None or `named` is given.
@@ -266,7 +263,7 @@ def chosen_strategies(
 
 
 def with_strategies(config: TrainConfig, named: Sequence[str] | None, ranks: int | None = None) -> TrainConfig:
-    """Return the config with `chosen_strategies`, and without replanning, because replanning may require "auto"."""
+    """Return the config with `chosen_strategies`, without replanning, which may require "auto"."""
     strategies = chosen_strategies(named, config.strategies, ranks)
     elastic = replace(config.elastic, replan=None, dry_run=False)
     return replace(config, strategies=strategies, plan=given_plan(config), elastic=elastic)

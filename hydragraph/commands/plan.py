@@ -1,4 +1,4 @@
-"""`hydragraph plan`: propose strategies for the data, or for devices that differ."""
+"""`hydragraph plan`: propose strategies for data or for devices that differ."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from hydragraph.commands.progress import progress
 
 @verb
 def plan_command(options: PlanOptions) -> None:
-    """Propose strategies for your data or your devices and predict their step times, without running anything.
+    """Propose strategies for your data or devices, and predict their step times.
 
-    For equal devices (--devices), the candidates are chosen for the sequence lengths and compared on mini-batches
-    drawn from these lengths. A table compares each candidate's seconds per iteration with those of the best
-    homogeneous strategy, and explains why candidates are slower.
+    For equal devices (--devices), candidates are chosen for the sequence lengths and compared on mini-batches drawn
+    from them. A table compares their seconds with the best homogeneous strategy's, and explains why they are slower.
 
-    For devices that differ in type, memory or current speed (--cluster), the plan assigns devices to pipelines and
+    For devices that differ in type, memory or current speed (--cluster), the plan divides devices into pipelines and
     stages, and divides layers, data and state among them. The command prints the plan, a lower bound on its time, and
-    rival plans. First write the cluster file and, to use measured speeds, measure a profile on each type of device.
+    rival plans. First write the cluster file and, for measured speeds, measure a profile on each type of device.
 
     Examples. Devices that differ: hydragraph plan --cluster cluster.yaml --model run.yaml --picture plan.png --output
-    plan.yaml, where cluster.yaml lists device types and nodes (see docs/planner.md), and run.yaml is a config of
-    hydragraph train. With measurements instead of a datasheet: --profile h100.json --profile l4.json, each from
-    hydragraph profile --type NAME. Rank 3 slow, rank 5 lost: --health health.yaml with {3: 2.57, 5: inf}. Equal
-    devices: hydragraph plan --profile profile.json --lengths lengths.txt --devices 64 --context 32768 --explain
-    --picture plan.png, where profile.json is from hydragraph profile and lengths.txt has one number per line. To try a
-    strategy of your own: --strategy '<tp8,pp2> + 6*<tp8,pp1>'.
+    plan.yaml (see docs/planner.md). With measurements: --profile h100.json --profile l4.json, each from hydragraph
+    profile --type NAME. Slow and lost ranks: --health health.yaml with {3: 2.57, 5: inf}. Equal devices: hydragraph
+    plan --profile profile.json --lengths lengths.txt --devices 64 --context 32768 --explain --picture plan.png, with
+    one number per line of lengths.txt. To try your own strategy: --strategy '<tp8,pp2> + 6*<tp8,pp1>'.
     """
     options.check()
     if options.cluster is None:

@@ -55,7 +55,7 @@ def compiled_by_two(asked: PlanOptions) -> Iterator[Callable[[], bool]]:
     nowhere = subprocess.DEVNULL
     with start_module(__name__, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, bufsize=0) as helper:
         assert helper.stdin is not None
-        # Without a helper process, this process compiles all graphs
+        # Without a helper, this process compiles all graphs
         with suppress(BrokenPipeError):
             helper.stdin.write(pickle.dumps(asked))
         try:
@@ -74,7 +74,7 @@ class PlanInputs:
 
     @classmethod
     def read(cls, asked: PlanOptions) -> PlanInputs:
-        """Read all files except lengths and strategies, without importing PyTorch."""
+        """Read files except lengths and strategies, without importing PyTorch."""
         from hydragraph.train.plan_input import CostFiles, read_corrections
 
         assert asked.cluster is not None, "plan_command requires it"
@@ -112,8 +112,8 @@ def costs_of_plan(asked: PlanOptions, inputs: PlanInputs, say: Say) -> tuple[Cos
     say("capturing the model")
     _, program, variants = captured(config)
     if measured is None:
-        # A tensor-parallel group never spans nodes.
-        # `datasheet` predicts times for every degree from 1 to the largest node.
+        # A tensor-parallel group never spans nodes. `datasheet` predicts every degree up to the
+        # largest node.
         most = max(cluster.node(device.node).devices for device in cluster.devices)
         measured = datasheet(program, cluster, asked.efficiency, range(1, most + 1))
     elif len(measured.blocks) != len(program.blocks):
@@ -209,7 +209,7 @@ def _examples(costs: Costs) -> Collection[str]:
 def _kinds(costs: Costs) -> list[StageKind]:
     working = [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
     ranks = Counter((costs.cluster.type_of(rank), costs.cluster.node_of(rank)) for rank in working)
-    # ranks: (type, node) -> number of working devices. The devices of a stage share both.
+    # ranks: (type, node) -> working devices. A stage's devices share both.
     kinds: set[StageKind] = set()
     for name in costs.cluster.types:
         most = max((count for (of, _), count in ranks.items() if of == name), default=0)
@@ -273,7 +273,7 @@ def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
 
 
 def _end_with_command() -> None:
-    # Wait until the command closes the pipe or is killed
+    # Wait until the command closes the pipe or dies
     sys.stdin.buffer.read()
     os._exit(1)
 

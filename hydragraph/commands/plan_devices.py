@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from hydragraph.spec.training_workload import Workload
 
 began: float | None = None
-# Fraction of the deadline that may be spent on compiling graphs
+# Maximum fraction of the deadline for compiling graphs
 COMPILING = 0.6
-# Maximum ratio of the time for explaining the plan to the planning time
+# Maximum ratio of explaining time to planning time
 EXPLAINING = 1.0
-# Maximum number of rental offers that are printed
+# Maximum printed rental offers
 OFFERED = 4
 
 
@@ -50,7 +50,7 @@ def plan_devices(asked: PlanOptions) -> None:
     from hydragraph.planner.rental_price import RentalPrices
     from hydragraph.planner.request import check_nodes, check_question
 
-    # The deadline also covers imports, so it counts from the start of the process.
+    # The deadline includes imports, so it counts from the process's start.
     start = time.monotonic() if began is None else began
     check_question(asked.method or "auto", asked.deadline, asked.solver)
     inputs = PlanInputs.read(asked)
@@ -59,7 +59,7 @@ def plan_devices(asked: PlanOptions) -> None:
     if asked.budget is not None and prices is not None:
         prices.check_budget(asked.budget, () if inputs.health is None else inputs.health.lost)
     layers = None if inputs.config is None else stated_size(inputs.config.model, "num_hidden_layers")
-    # Reject a wrong strategy now; without a config, the number of layers is known only later.
+    # Reject a wrong strategy now; without a config, the layers are known only later.
     if asked.running is not None and layers is not None:
         _running(asked.running, layers, len(inputs.cluster.devices))
     workload = asked.workload(inputs.config)
@@ -76,7 +76,7 @@ def plan_devices(asked: PlanOptions) -> None:
                 say("compiling the planner's search once")
             planned = _planned(asked, inputs, prices, workload, left, say, helped)
     _show(asked, planned, workload)
-    # The process ends now, so do not collect what `uncollected` left
+    # The process ends: do not collect what `uncollected` left
     if began is not None:
         gc.freeze()
 
@@ -117,7 +117,7 @@ def _planned(
     schedules = planned_schedules(_backend(config))
     deterministic = config is not None and config.deterministic
 
-    # best: (seconds, text) of the best plan so far, or empty. Ctrl-C prints this plan.
+    # best: (seconds, text) of the best plan so far, which Ctrl-C prints.
     best: list[tuple[float, str]] = []
 
     def improved(*found: Any) -> None:
@@ -138,13 +138,12 @@ def _planned(
                 print(f"best plan so far: {text}, {seconds:.4g} s an iteration")
             raise
     else:
-        # Renting also chooses among the devices, so costs and prices become those of the best
-        # offer.
+        # Renting also chooses devices: costs and prices become the best offer's.
         rented = offers(costs, workload, prices, asked.budget, planned)
         costs = rented[0].costs
         chosen_plan = rented[0].plan
         prices = rented[0].prices
-    # The explanation simulates other plans, for which a deadline leaves no time.
+    # A deadline leaves no time to simulate other plans.
     if asked.deadline is None:
         say("simulating the rivals")
         chosen_plan = with_causes(costs, workload, chosen_plan, max(2.0, EXPLAINING * chosen_plan.took_s))
@@ -207,18 +206,18 @@ def _running(text: str, layers: int, ranks: int) -> Strategy:
 
 
 def _write(plan: Plan, path: Path, asked: PlanOptions, costs: Costs) -> str:
-    # plan.yaml, plan-2.yaml, ...: one file for each strategy.
+    # plan.yaml, plan-2.yaml, ...: one file per strategy.
     names = [path.with_stem(f"{path.stem}-{i}") if i > 1 else path for i in range(1, len(plan.strategies) + 1)]
     for name, strategy in zip(names, plan.strategies, strict=True):
         strategy.save(name)
-    # With these settings, the run assigns sequences to pipelines as planned.
+    # With these, the run assigns sequences as planned.
     priced = {"choose": "true", "cluster": str(asked.cluster)}
     if asked.budget is not None:
         priced["cluster"] = str(path.with_name(f"{path.stem}-cluster.yaml"))
         costs.cluster.save(priced["cluster"])
     if asked.profile:
         profile = asked.profile[0]
-        # The config takes one profile, so several are written as one.
+        # The config takes one profile, so write several as one.
         if len(asked.profile) > 1:
             profile = str(path.with_name(f"{path.stem}-profile.json"))
             costs.profile.save(profile)

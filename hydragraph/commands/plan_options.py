@@ -152,10 +152,10 @@ class PlanOptions(EqualOptions, UnevenOptions):
                 check_read({**vars(self), "output": self.output.with_name(f"{self.output.stem}-{name}")})
 
     def workload(self, config: TrainConfig | None) -> Workload:
-        """Return the workload for devices that differ. The run's config supplies missing options.
+        """Return the workload for devices that differ; the run's config supplies missing options.
 
         Raises:
-            ValueError: the options are incomplete or contradictory.
+            ValueError: options are missing or contradictory.
         """
         from hydragraph.spec.training_workload import Workload, full_lengths
         from hydragraph.train.plan_input import read_lengths

@@ -1,4 +1,4 @@
-"""`hydragraph profile`: measure the time of micro-batches on this machine."""
+"""`hydragraph profile`: measure micro-batches' times on this machine."""
 
 from __future__ import annotations
 
@@ -47,10 +47,9 @@ class ProfileOptions(ConfigOptions):
 
 @verb
 def profile_command(options: ProfileOptions) -> None:
-    """Measure the time of micro-batches on this machine under each scheme, and write a file for planners.
+    """Measure micro-batches' times on this machine under each scheme, and write a file for planners.
 
-    Each distinct block of the model is timed once per kind of stage and micro-batch size. A stage's time is the
-    sum over its blocks.
+    Each distinct block is timed per kind of stage and micro-batch size. A stage takes the sum of its blocks' times.
 
     Example: hydragraph profile examples/demo.yaml --schemes tp1pp1,tp2pp1,tp2pp2 --output profile.json, then
     hg.Profile.load('profile.json'). Under torchrun, the command measures on the ranks that torchrun started.
@@ -87,8 +86,8 @@ def profile_rank(
     chosen = schemes or _every_scheme(program, world.ranks)
     strategies = () if config.automatic else read_strategies(config.strategies, model, world.ranks)
     kinds = _kinds(strategies, chosen, options)
-    # Attention grows with T * T, the rest with T * hidden size. Measure long enough sequences that
-    # both matter.
+    # Attention grows with T * T, the rest with T * hidden size: measure sequences for which both
+    # matter.
     tokens = options.longest or max(config.data.max_length, 4 * hidden_size(program), 1024)
     settings = MeasureSettings(chosen, kinds, tokens, options.repeats)
     sizes: Any = model.config

@@ -1,4 +1,4 @@
-"""Lines on stderr that show what a command does."""
+"""Lines on stderr that show a command's activity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPEAT_S = 10.0
 
 @contextmanager
 def progress(first: str) -> Iterator[Say]:
-    """Show an activity repeatedly, and yield a function that replaces the activity and returns the previous one."""
+    """Show an activity repeatedly; yield a function that replaces it and returns the previous one."""
     console = Console(stderr=True)
     began = time.monotonic()
     activities = [first]

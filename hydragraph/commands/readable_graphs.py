@@ -1,4 +1,4 @@
-"""Runnable Python code for a compiled variant's graphs, with names from the model."""
+"""Runnable Python code of a variant's graphs, with the model's names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def forward_code(variant: Variant, title: str) -> str:
 def backward_code(variant: Variant, title: str) -> str:
     forward = _names(variant.forward, [_identifier(name) for name in variant.inputs])
     saved = {f"saved.{i}": forward[node] for i, node in enumerate(results_of(variant.forward)[variant.outputs :])}
-    # Each accumulated gradient takes the sum so far and a factor, 0 or 1, of that sum.
+    # An accumulated gradient takes the sum so far and its factor, 0 or 1.
     arguments = [*variant.needs]
     for name in variant.added:
         arguments += [f"total of {name}", f"beta of {name}"]
@@ -86,7 +86,7 @@ def _identifier(name: str) -> str:
 def _sizes(variant: Variant) -> Callable[[object], str]:
     nodes = dict(zip(variant.inputs, placeholders_of(variant.forward), strict=True))
     first = [nodes["hidden"]] if "hidden" in nodes else list(nodes.values())
-    # The token count is dimension 1 of the hidden state, or else of the first input with a symbol.
+    # The token count is dimension 1 of the hidden state, or of the first input with a symbol.
     tokens = next((s for node in first for size in _shape(node)[1:2] for s in _symbols(size)), None)
 
     def write(size: object) -> str:

@@ -1,4 +1,4 @@
-"""`hydragraph report`: show a simulation, a plan or a run as one HTML file."""
+"""`hydragraph report`: show a simulation, plan or run in one HTML file."""
 
 from __future__ import annotations
 
@@ -44,13 +44,11 @@ _PRICED = ("cluster", "profile", "corrections")
 def report_command(options: ReportOptions) -> None:
     """Write one HTML file with timelines, memory, traffic, and a comparison of strategies.
 
-    For a config, the report simulates the strategies. For a plan, the report explains why rivals are worse. For a run,
-    the report shows losses, speed, and which ranks were lost, slow or new; for a traced run, also predicted and
-    measured times. The file is self-contained.
+    The report of a config simulates its strategies. The report of a plan explains why rivals are worse. The report of a
+    run shows losses, speed, lost, slow and new ranks and, if traced, predicted and measured times.
 
-    Examples: hydragraph report examples/demo.yaml simulates the config's strategies; hydragraph report runs/demo shows
-    a run, with timelines if it was trained with --trace; hydragraph report plan.json shows what hydragraph plan
-    --cluster cluster.yaml --json wrote.
+    Examples: hydragraph report examples/demo.yaml; hydragraph report runs/demo; hydragraph report plan.json, which
+    hydragraph plan --cluster cluster.yaml --json wrote.
     """
     source = options.source
     if not source.exists():

@@ -1,4 +1,4 @@
-"""`hydragraph show`: print a model's program, ranks' programs, passes, or a compiled folder."""
+"""`hydragraph show`: print a program, ranks' programs, passes, or a compiled folder."""
 
 from __future__ import annotations
 
@@ -91,12 +91,10 @@ class ShowOptions(CommonOptions):
 def show_command(options: ShowOptions) -> None:
     """Print a model's program, every rank's verified program (--strategy), or the contents of a compiled folder.
 
-    A folder is shown without tracing the model. A config is compiled first for --parameter, --memory, --traffic,
-    --schedule and --diff.
+    A config is compiled first for --parameter, --memory, --traffic, --schedule and --diff.
 
     Example: hydragraph compile examples/demo.yaml --output compiled, then hydragraph show compiled --memory, hydragraph
-    show compiled --parameter model.norm.weight, hydragraph show compiled --strategy 2 --rank 3, hydragraph show
-    compiled --strategy 1 --diff 2, hydragraph show compiled --schedule --output schedule.svg.
+    show compiled --strategy 2 --rank 3, hydragraph show compiled --strategy 1 --diff 2.
     """
     options.check()
     source = options.source
@@ -193,11 +191,11 @@ def _show_compiled(config: TrainConfig, options: ShowOptions) -> None:
 
     diff = options.diff
     config = replace(with_strategies(config, options.strategies, config.ranks), backend="eager")
-    # --diff may name a strategy, which is compiled as well.
+    # --diff may name another strategy, which is compiled too.
     if diff is not None and not Path(diff).is_dir() and diff not in config.strategies:
         config = replace(config, strategies=(*config.strategies, diff))
     config.home.check(config.ranks)
-    # The views read folders, so a config is compiled to a temporary one.
+    # Views read folders, so compile a config to a temporary one.
     with tempfile.TemporaryDirectory() as name:
         for record in compile_quietly(config, options.micro_batches, Path(name)).strategies:
             if record.problem:

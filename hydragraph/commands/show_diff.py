@@ -14,7 +14,7 @@ _SETTINGS = (
     *("model", "dtype", "layers", "parameters", "fingerprint"),
     *("ranks", "backend", "device", "hydragraph", "torch", "home"),
 )
-# Maximum number of lines to compare one by one
+# Maximum lines to compare one by one
 _LONG = 4000
 
 
@@ -54,7 +54,7 @@ def _lines_changed(before: str, after: str) -> str:
     two = after.splitlines()
     if max(len(one), len(two)) > _LONG:
         return f"{len(one):,} lines -> {len(two):,}, not compared line by line"
-    # Lines that are not in a matching block were added or removed.
+    # Lines outside matching blocks were added or removed.
     kept = sum(block.size for block in SequenceMatcher(None, one, two, autojunk=False).get_matching_blocks())
     return f"{len(two) - kept} lines added, {len(one) - kept} removed"
 
@@ -102,7 +102,7 @@ def _facts(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
 
 
 def _places(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
-    # groups: text of a change -> ranks that it applies to.
+    # groups: text of a change -> its ranks.
     groups: dict[str, list[int]] = {}
     for rank, (one_header, other_header) in enumerate(zip(one.programs.headers, other.programs.headers, strict=False)):
         before = _place(one_header)

@@ -29,7 +29,7 @@ ROWS = 24
 
 @dataclass(frozen=True)
 class ShownStrategy:
-    """One strategy of a compiled folder, whose files are read on demand."""
+    """Strategy of a compiled folder; files are read on demand."""
 
     record: StrategyRecord
     whole: ShownFolder
@@ -59,7 +59,7 @@ class ShownStrategy:
 
 @dataclass(frozen=True)
 class ShownFolder:
-    """A compiled folder: its summary, its graphs (read on demand), and the strategies that compiled."""
+    """Compiled folder: summary, graphs (read on demand), and strategies that compiled."""
 
     path: Path
     summary: Summary
@@ -97,7 +97,7 @@ class ShownFolder:
         return HomeLayouts(Home.parse(self.summary.home), self.summary.ranks)
 
     def chosen(self, texts: Sequence[str]) -> tuple[ShownStrategy, ...]:
-        """Return the strategies that `texts` name by text, fingerprint, folder or number; by default, return all.
+        """Return the strategies that `texts` name by text, fingerprint, folder or number; by default, all.
 
         Raises:
             ValueError: the folder has no such strategy.
@@ -106,7 +106,7 @@ class ShownFolder:
 
     def strategy(self, text: str) -> ShownStrategy:
         for number, shown in enumerate(self.strategies, start=1):
-            # A strategy's name is its text and fingerprint, joined by "@".
+            # A name is text and fingerprint, joined by "@".
             name, _, fingerprint = shown.name.rpartition("@")
             if text in (shown.name, name, fingerprint, shown.record.folder, str(number)) or self._same(shown, text):
                 return shown

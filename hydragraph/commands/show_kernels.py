@@ -11,7 +11,6 @@ from hydragraph.report.number_text import bytes_text, seconds_text
 
 
 def kernel_lines(folder: ShownFolder) -> Iterator[str]:
-    """Yield a row per graph, then a row per kernel."""
     file = KernelsFile.load(folder.path)
     arch = arch_of(file.arch)
     yield f"graphs for {arch.name} (not measured), with micro-batches of {file.tokens:,} tokens in one sequence:"

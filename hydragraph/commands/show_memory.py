@@ -12,7 +12,7 @@ from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.shared_programs_text import runs_text
 from hydragraph.report.number_text import bytes_text
 
-# Maximum number of ranks to print individually
+# Maximum ranks to print individually
 FEW = 16
 _HOME = ("home_weights", "optimizer_state", "home_gradients")
 _PARTS = (*_HOME, "weights", "gradients", "activations", "working", "messages")
@@ -21,7 +21,7 @@ _PARTS = (*_HOME, "weights", "gradients", "activations", "working", "messages")
 def memory_lines(
     strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, limit: float | None
 ) -> Iterator[str]:
-    """Yield each rank's peak memory by kind; if there are many ranks, show only the first rank of each program.
+    """Yield ranks' peak memory by kind; if there are many, show only the first rank of each program.
 
     Args:
         tokens: tokens per micro-batch, all in one sequence.

@@ -45,7 +45,7 @@ def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int
     home = folder.homes.of(bucket)
     start = bucket.offsets()[parameter.name]
     # owned: (rank, first, after, copy), in elements of the parameter. A home divides whole buckets,
-    # of which the parameter is the interval [start, start + size).
+    # where the parameter is the interval [start, start + size).
     owned: list[tuple[int, int, int, int]] = []
     rows = zip(home.rank.tolist(), home.lo.tolist(), home.hi.tolist(), home.copy.tolist(), strict=True)
     for owner, lo, hi, copy in rows:

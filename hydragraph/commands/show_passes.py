@@ -1,4 +1,4 @@
-"""`hydragraph show --passes`: print the passes, and the graphs after each pass."""
+"""`hydragraph show --passes`: print passes, and graphs after each pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def list_passes() -> Iterator[str]:
 
 
 def dump_passes(program: Program, variants: Variants, strategy: Strategy, rank: int | None) -> Iterator[str]:
-    """Yield templates and their graphs after each pass, by default for the first rank of each kind of stage."""
+    """Yield templates and graphs after each pass, by default for the first rank of each kind of stage."""
     shown = set()
     for block, part in _places(program, strategy, rank):
         key = (block.template, part)
@@ -40,7 +40,7 @@ def dump_passes(program: Program, variants: Variants, strategy: Strategy, rank: 
 
 
 def dump_program_passes(program: Program, strategy: Strategy, ranks: int, rank: int | None) -> Iterator[str]:
-    """Yield a rank's program after each pass, by default for the first rank of the first pipeline's last stage."""
+    """Yield a rank's program after each pass, by default for a rank of the first pipeline's last stage."""
     counts = [2] * len(strategy.pipelines)
     shown = strategy.pipelines[0].stages[-1].devices[0] if rank is None else rank
     yield f"# rank {shown} of {ranks} under {strategy}, {counts[0]} micro-batches per pipeline"

@@ -1,7 +1,6 @@
-"""`hydragraph show DIR --schedule`: show each stage's forwards and backwards over time, as text or a picture.
+"""`hydragraph show DIR --schedule`: draw stages' forwards and backwards over time, as text or a picture.
 
-The time unit is the forward of one block. A block's backward takes two units, or three with recomputation. Messages
-take no time.
+The time unit is one block's forward; a backward takes two units, or three with recomputation, and messages none.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _COLOURS = {
     Work.INPUT_GRADIENT: "#74b06f",
     Work.WEIGHT_GRADIENT: "#b5d99c",
 }
-# Maximum number of rows that are drawn with full height and numbers
+# Maximum rows with full height and numbers
 _TALLEST = 40
 
 
@@ -36,7 +35,7 @@ class Task:
     """A micro-batch's work on a stage.
 
     Attributes:
-        visit: the stage's index among the rank's stages in the pipeline.
+        visit: the stage's index among the rank's stages.
     """
 
     work: Work
@@ -57,8 +56,6 @@ class Task:
 
 @dataclass(frozen=True)
 class StageRow:
-    """Stages that run the same tasks at the same times."""
-
     pipelines: tuple[int, ...]
     stage: int
     ranks: tuple[int, ...]
@@ -66,11 +63,11 @@ class StageRow:
 
 
 def schedule(each: ShownStrategy) -> list[StageRow]:
-    """Return a row of tasks for each stage. Equal rows of several pipelines are merged."""
+    """Return a row of tasks per stage; equal rows of pipelines are merged."""
     outline = each.whole.program.outline
     stages = place(outline, each.strategy, each.record.micro_batches).stages
     timed = _timed(stages, [_counted(each.programs[stage.ranks[0]].instructions, stage, outline) for stage in stages])
-    # rows: (depth, number, ranks, layers, tasks) -> the stages that this row stands for.
+    # rows: (depth, number, ranks, layers, tasks) -> the stages in this row.
     rows: dict[object, list[PlacedStage]] = {}
     for stage, tasks in zip(stages, timed, strict=True):
         role = stage.roles[0]
@@ -94,8 +91,8 @@ def _counted(instructions: Sequence[Instruction], stage: PlacedStage, outline: O
 
 
 def _timed(stages: Sequence[PlacedStage], counted: Sequence[Counter[Action]]) -> list[tuple[Task, ...]]:
-    # places[pipeline][stage]: (row, visit), where `visit` counts the stages of one rank.
-    # chains[pipeline]: its places in order, along which micro-batches travel.
+    # places[pipeline][stage]: (row, visit), where `visit` counts a rank's stages.
+    # chains[pipeline]: its places, in the order that micro-batches take.
     places: dict[int, dict[int, Place]] = defaultdict(dict)
     for row, stage in enumerate(stages):
         for role in stage.roles:
@@ -116,7 +113,7 @@ def _timed(stages: Sequence[PlacedStage], counted: Sequence[Counter[Action]]) ->
 
 
 def _length(work: Work, stage: PlacedStage) -> int:
-    # Recomputation repeats the forward, which takes one more unit.
+    # Recomputation repeats the forward: one more unit.
     again = work in RETURNING and bool(stage.kind.recompute)
     return (2 if work is Work.BACKWARD else 1) + again
 
@@ -133,7 +130,7 @@ def schedule_lines(strategies: Sequence[ShownStrategy], rank: int | None) -> Ite
             continue
         names = [_name(row) for row in rows]
         margin = 2 + max(map(len, names), default=0) + 1
-        # Round up, so that all columns fit: 250 units in 80 columns are 4 units per column.
+        # Round up to fit: 250 units in 80 columns are 4 per column.
         unit = max(1, -(-end // max(1, WIDTH - margin)))  # forwards per column
         busy = sum((t.end - t.begin) * len(row.ranks) for row in rows for t in row.tasks)
         ranks = sum(len(row.ranks) for row in rows)

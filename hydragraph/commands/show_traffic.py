@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --traffic`: print bytes sent between ranks and nodes, by kind."""
+"""`hydragraph show DIR --traffic`: print the bytes sent between ranks and nodes, by kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hydragraph.passes.weight_layouts import layouts
 from hydragraph.report.number_text import bytes_text
 from hydragraph.spec.stage_kind import StagePart
 
-# Maximum number of ranks or nodes in a printed matrix
+# Maximum ranks or nodes in a printed matrix
 FEW = 8
 KINDS = {
     "pull": "weights from their owners to stages",
@@ -30,7 +30,7 @@ KINDS = {
 
 
 def traffic_lines(strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, node: int) -> Iterator[str]:
-    """Yield traffic by kind, and a table of traffic between ranks, or between nodes if there are many ranks.
+    """Yield traffic by kind, and a table of traffic between ranks or, if there are many, between nodes.
 
     Args:
         node: number of consecutive ranks per node.
@@ -71,7 +71,7 @@ def _within_stages(each: ShownStrategy, tokens: int) -> dict[tuple[int, int], in
     def sent(template: str, part: StagePart) -> int:
         return collective_bytes(folder.variants.get(first[template], part), part, MicroBatch(tokens, 1))
 
-    # pairs[src, dst]: bytes. In a ring, each rank sends only to the next rank of its stage.
+    # pairs[src, dst]: bytes. In a ring, ranks send only to the stage's next rank.
     pairs: dict[tuple[int, int], int] = {}
     for stage in place(folder.program.outline, each.strategy, each.record.micro_batches).stages:
         templates = [folder.program.blocks[position].template for position in stage.positions]
@@ -83,7 +83,7 @@ def _within_stages(each: ShownStrategy, tokens: int) -> dict[tuple[int, int], in
 
 def _between_stages(each: ShownStrategy, tokens: int) -> Mapping[tuple[int, int], int]:
     programs = each.programs
-    # sends[kind]: for each message of a kind of program, the index of the receiver in `peers`.
+    # sends[kind]: index in `peers` of each message's receiver.
     sends = [[i.peer for i in body if i.op is Op.SEND] for body in programs.bodies]
     size = tokens * each.whole.blocks.hidden_bytes
     pairs: Counter[tuple[int, int]] = Counter()
@@ -102,7 +102,7 @@ def _all(by_kind: Mapping[str, Traffic]) -> Traffic:
 def _totals(by_kind: Mapping[str, Traffic], node: int) -> Iterator[str]:
     rows = [("kind", "what", "in all", "between nodes", "busiest rank")]
     for kind, traffic in by_kind.items():
-        # `node` is the number of ranks per node, so rank // node is the number of the node.
+        # `node` is the number of ranks per node.
         apart = traffic.src // node != traffic.dst // node
         row = (bytes_text(traffic.total), bytes_text(int(traffic.size[apart].sum())), bytes_text(traffic.most))
         rows.append((kind, KINDS[kind], *row))

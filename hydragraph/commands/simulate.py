@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(ConfigOptions, PricedOptions, StrategyOptions):
-    """Options of a simulated step. Contradictory options raise a ValueError."""
+    """Options of a simulated step; contradictory options raise a ValueError."""
 
     devices: int | None = devices_option()
     micro_batches: str | None = option(
@@ -87,8 +87,7 @@ class StepOptions(ConfigOptions, PricedOptions, StrategyOptions):
 
         cluster = Cluster.load(self.cluster) if self.cluster else default_cluster(self.devices or config.ranks)
         ranks = len(cluster.devices)
-        # A run plans with these costs only if it chooses strategies and the devices or times are
-        # given.
+        # A run plans with these costs only if it chooses strategies and devices or times are given.
         known = config.plan.choose and (self.cluster is not None or self.profile is not None)
         config = self.apply(config, ranks)
         check_strategies(config.strategies, config.model, ranks)
@@ -99,11 +98,7 @@ class StepOptions(ConfigOptions, PricedOptions, StrategyOptions):
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Inputs of a simulated step.
-
-    Attributes:
-        known: whether a run would plan with these costs.
-    """
+    """Inputs of a simulated step; `known` is whether a run would plan with these costs."""
 
     step: StepOptions
     config: TrainConfig
@@ -130,12 +125,12 @@ class SimulateOptions(StepOptions):
 
 @verb
 def simulate_command(options: SimulateOptions) -> None:
-    """Predict the time of every strategy by simulating all ranks' programs; the fastest strategy is listed first.
+    """Predict strategies' times by simulating all ranks' programs; the fastest strategy is listed first.
 
     Computation time comes from the profile or, without one, from FLOPs and a datasheet. Communication time comes from
-    the exact bytes on every link; transfers share ports and network cards. "busy" is the fraction of the iteration in
-    which a rank computes, including tensor-parallel traffic. "exposed" is the time that computation waits for weights
-    (pull), gradients (push) and activations (p2p), averaged over ranks as in a run's metrics.
+    exact bytes; transfers share ports and network cards. "busy" is the fraction of the iteration in which a rank
+    computes, including tensor-parallel traffic. "exposed" is the mean time that ranks wait for weights (pull),
+    gradients (push) and activations (p2p).
 
     Example: hydragraph simulate examples/demo.yaml --devices 4 --picture simulated.png --trace simulated.json, where
     the picture compares the best strategies, and https://ui.perfetto.dev opens the trace. For your own devices:
@@ -164,7 +159,7 @@ def simulate_command(options: SimulateOptions) -> None:
         print(default_devices_text(costs.ranks, config))
     _print_table(priced, costs.ranks)
     for shown in priced:
-        # With `home: auto`, each strategy has other owners.
+        # With `home: auto`, owners depend on the strategy.
         owned = costs.of_strategies(shown.strategy)
         text = owners_text(owned.home, [bucket.name for bucket in costs.buckets], costs.ranks)
         print(f"state of {shown.strategy.name}: {text}")
@@ -182,7 +177,7 @@ def simulate_command(options: SimulateOptions) -> None:
 
 
 def simulated(inputs: StepInputs, strategies: Sequence[Strategy], costs: Costs, say: Say) -> list[PricedStrategy]:
-    """Simulate one step of each strategy, and return the fastest first."""
+    """Simulate one step of each strategy; return the fastest first."""
     from hydragraph.report.simulation_price import price
 
     priced = []
@@ -193,7 +188,7 @@ def simulated(inputs: StepInputs, strategies: Sequence[Strategy], costs: Costs, 
 
 
 def _assigned(inputs: StepInputs, costs: Costs, strategy: Strategy) -> Assignment:
-    """Return equal micro-batches if the user gave their number or size; otherwise, return micro-batches as in a run."""
+    """Return equal micro-batches if the user gave their number or size; otherwise, those of a run."""
     from hydragraph.commands.captured_model import run_assignment, step_lengths
     from hydragraph.report.simulation_price import share
     from hydragraph.spec.assignment import Assignment
@@ -203,7 +198,7 @@ def _assigned(inputs: StepInputs, costs: Costs, strategy: Strategy) -> Assignmen
     config = inputs.config
     if inputs.files.lengths is not None:
         return run_assignment(config, costs, strategy, step_lengths(config, inputs.files.lengths), inputs.known)
-    # The options that are given determine whether micro-batches are equal or those of a run.
+    # Options determine whether micro-batches are equal or a run's.
     length = step.tokens or config.data.max_length
     lengths = full_lengths(config.data.tokens_per_step, length)
     if step.sequences is not None:
@@ -212,7 +207,7 @@ def _assigned(inputs: StepInputs, costs: Costs, strategy: Strategy) -> Assignmen
     if step.micro_batches is not None:
         counts = read_counts(step.micro_batches, len(strategy.pipelines))
     elif step.micro_batch is not None:
-        # The number of micro-batches is rounded up: 10 sequences in micro-batches of 4 give 3.
+        # Round up: 10 sequences in micro-batches of 4 give 3.
         counts = share(costs, strategy, length, -(-lengths.count(length) // size), size)
     else:
         strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
@@ -256,6 +251,6 @@ def _print_table(priced: Sequence[PricedStrategy], devices: int) -> None:
 def _busy_text(busy: Sequence[float]) -> str:
     from hydragraph.ir.shared_programs_text import runs_text
 
-    # Consecutive ranks with the same percentage are printed together.
+    # Print consecutive ranks with equal percentages together.
     groups = groupby(enumerate(busy), lambda item: f"{item[1]:.0%}")
     return ", ".join(f"{runs_text([rank for rank, _ in group])} {text}" for text, group in groups)

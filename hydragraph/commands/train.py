@@ -1,4 +1,4 @@
-"""`hydragraph train`: train a model, and continue if a rank fails."""
+"""`hydragraph train`: train a model, and continue after rank failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hydragraph.spec.elastic import Elastic
 from hydragraph.train.available_devices import RanksIfEqual, own_gpus
 from hydragraph.train.config import TrainConfig
 
-# How often an elastic run may restart after losing all ranks, or a rank before the first step
+# Maximum restarts of an elastic run after losing all ranks, or one before the first step
 _ALL_LOST = 3
 
 if TYPE_CHECKING:
@@ -109,20 +109,20 @@ def train_command(options: TrainOptions) -> None:
     """
     if options.store is not None and launched():
         os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
-    # Read everything that can be wrong before any process starts.
+    # Find all errors before any process starts.
     config = surviving(options.load(), options.store)
     if not (launched() or config.automatic):
         check_strategies(config.strategies, config.model, config.ranks)
     nodes = _nodes(config, options.store)
     if nodes is None and launched() and os.environ.get("LOCAL_WORLD_SIZE") == "1" and config.automatic:
         _print_idle(own_gpus(config.device))
-    # Without an election, machine 0 leads, and the others only start and watch ranks for it.
+    # Without an election, machine 0 leads; others only start and watch ranks.
     if nodes is not None and nodes.number and nodes.election is None:
         from hydragraph.cluster.launch import follow
 
         follow(nodes, _print)
         return
-    # A relay forwards stop requests to the ranks that this process starts.
+    # A relay forwards stop requests to this process's ranks.
     relay = None if (launched() and nodes is None) or config.ranks == 1 else Relay()
     overdue = partial(_overdue, config)
     stopping = Stopping(config.grace_s, relay=relay, overdue=overdue)
@@ -137,7 +137,7 @@ def train_command(options: TrainOptions) -> None:
             return _train(options, config, stopping, relay, nodes)
 
     try:
-        # Train here, or on all machines while this machine leads.
+        # Train here, or on all machines while this one leads.
         elected = nodes is not None and nodes.election is not None
         outcome = _train_when_elected(nodes, train) if nodes is not None and elected else train(nodes)
     except Interrupted as request:
@@ -168,12 +168,11 @@ def _print_idle(gpus: int) -> None:
 
 
 def surviving(config: TrainConfig, store: str | None = None) -> TrainConfig:
-    """Default `elastic.min_ranks` to 1 if this process starts ranks that can survive the loss of other ranks."""
+    """Default `elastic.min_ranks` to 1 if this process starts ranks that can survive the loss of others."""
     keys = config.elastic
     if keys.survives or keys.min_ranks is not None or config.ranks == 1:
         return config
-    # Under a launcher, this process starts ranks only if the launcher starts one process per
-    # machine.
+    # Under a launcher, start ranks only if it starts one process per machine.
     starts = config.measures
     if launched():
         alone = os.environ.get("LOCAL_WORLD_SIZE", "1" if store else "") == "1"
@@ -198,7 +197,7 @@ def _train_when_elected(nodes: RunMachines, train: Callable[[RunMachines], RunOu
     from hydragraph.cluster.supervision.election import LeadershipLost
 
     assert nodes.election is not None
-    # `follow` returns when this machine is elected, or None at the end of the run.
+    # `follow` returns when this machine is elected, or None at the run's end.
     while (leading := follow(nodes, _print)) is not None:
         _print(f"machine {nodes.number} leads (term {nodes.election.standing.lease.term})")
         try:
@@ -226,7 +225,7 @@ def _train(
     step = options.step
     restarts = options.max_restarts
     if nodes is not None and nodes.handed is not None:
-        # Remedy that is printed if no rank is left
+        # Remedy if no rank is left
         begin, step = folder.again(begin, before, step)
     elif restarts and (earlier := restarts_by_torchrun()) is not None and earlier <= restarts:
         before = first_seen(before)
@@ -248,11 +247,11 @@ def _train(
             work = (config.ranks, train_rank, config, begin, step, options.trace)
             return on_ranks(*work, relay=relay, elastic=_elastic(config), nodes=restartable_nodes)
         except (ValueError, OSError, ImportError, FloatingPointError):
-            # A restart would also fail, or this machine no longer leads
+            # A restart would fail too, or another machine leads
             raise
         except Exception as error:
             if stopping.signal and isinstance(error, RankFailure) and "SIGTERM" in error.error:
-                # The failed rank could not yet handle the signal
+                # The failed rank could not handle the signal yet
                 raise Interrupted(stopping.signal) from None
             nodes = None if nodes is None else replace(nodes, handed=None)
             left = max(restarts, lost) if isinstance(error, RankFailure) else restarts
@@ -301,7 +300,7 @@ def _electing(config: TrainConfig, nodes: RunMachines, store: str) -> RunMachine
         )
     register = register_of(store, str(Path(config.output).resolve()), nodes.number)
     address = own_address(host for host, _ in register.endpoints)
-    # Must be read before any leader begins a run
+    # Read this before any leader begins a run
     before = RunFolder(Path(config.output)).began
     return replace(nodes, address=address, election=Election(register, nodes.number, before))
 
@@ -316,7 +315,7 @@ def _elastic(config: TrainConfig) -> Elastic | None:
 def train_rank(
     config: TrainConfig, begin: Begin, step: int | None, trace: bool, stopping: Requests | None = None
 ) -> RunOutcome:
-    """Train on this rank. If `stopping` is None, the launching process forwards stop requests."""
+    """Train on this rank; without `stopping`, the launching process forwards stop requests."""
     from hydragraph.cluster.rendezvous.member import LauncherRequests, elastic, here
     from hydragraph.engine import api
     from hydragraph.train.loop import train

@@ -2,6 +2,6 @@
 
 plan_report, simulation_report, run_report    collect a report's contents (`facts`)
 timelines, bytes_moved, memory_held           compute contents about one strategy
-sections, charts                              convert contents to HTML and SVG, complete without JavaScript
+sections, charts                              convert contents to HTML and SVG without JavaScript
 page                                          writes sections to one file
 """

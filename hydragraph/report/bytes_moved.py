@@ -14,12 +14,12 @@ from hydragraph.report.facts import MOVED, Matrix
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of rows in a matrix. If there are more ranks or nodes, neighbors share a row.
+# Maximum rows in a matrix; of more ranks or nodes, neighbors share a row.
 MOST = 32
 
 
 def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> tuple[Matrix, ...]:
-    """Return the traffic between ranks (omitted if many ranks are on several nodes) and between nodes."""
+    """Return the traffic between nodes, and between ranks unless many ranks are on several nodes."""
     moved = bytes_between(costs, strategy, assignment, timeline)
     nodes = [device.node for device in costs.cluster.devices]
     traffic = []
@@ -36,8 +36,8 @@ def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, time
     """Return sent bytes, an array [kinds (`MOVED`), senders, receivers]."""
     work = costs.work(strategy, assignment)
     moved = np.zeros((len(MOVED), costs.ranks, costs.ranks))
-    # exchanged: (pull or push, bucket); `work.moved` lists the transfers between all ranks, so an
-    #   exchange counts once, not once per rank
+    # exchanged: (pull or push, bucket); `work.moved` lists transfers between all ranks, so an
+    # exchange counts once
     exchanged: set[tuple[Op, str]] = set()
     for actor in timeline.actors:
         for i, instruction in enumerate(actor.program.instructions):
@@ -59,7 +59,7 @@ def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, time
 
 
 def _grouped(title: str, word: str, moved: Floats, group: Sequence[int], nodes: Sequence[int]) -> Matrix:
-    # group[rank]: row before merging; 100 rows and MOST = 32: 4 per row, so 25 rows
+    # group[rank]: row before merging; 100 rows and MOST = 32 give 4 per row: 25 rows
     count = max(group) + 1
     per_row = -(-count // MOST)
     rows = -(-count // per_row)

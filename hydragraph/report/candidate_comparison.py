@@ -1,4 +1,4 @@
-"""Comparison of a plan's candidates, and the parts of their times (`candidate_comparison_text.MEANING`)."""
+"""Comparison of a plan's candidates, and of their times' parts (`candidate_comparison_text.MEANING`)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hydragraph.spec.training_workload import check_sequences
 
 Strategy = tuple[Scheme, ...]
 
-# How many of the best candidates, and of the best homogeneous candidates, are evaluated.
+# Number of best candidates, and of best homogeneous candidates, to evaluate.
 SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
-# Number of mini-batches on which candidates are improved.
+# Mini-batches on which candidates are improved.
 TUNING = 8
-# Number of candidates whose pull and push are simulated.
+# Candidates whose pull and push are simulated.
 SIMULATED = 24
 REASON = {
     "work": "more device time for the same sequences",
@@ -79,9 +79,8 @@ class ComparedCandidate:
 
     Attributes:
         memory: memory use of each distinct scheme.
-        seconds: mean over the mini-batches, or `bound` if mini-batches were not assigned; infinite if a mini-batch does
-            not fit.
-        alone: mean seconds of each mini-batch's longest sequence alone, on the fastest pipeline.
+        seconds: mean over mini-batches, or `bound` if they were not assigned; infinite if one does not fit.
+        alone: mean seconds of mini-batches' longest sequences alone, on the fastest pipeline.
         wins: number of mini-batches on which this candidate is the fastest.
     """
 
@@ -124,11 +123,11 @@ class PlanReport:
     """Candidates for a model, data and devices.
 
     Attributes:
-        candidates: the best for all mini-batches first; candidates that do not fit the context length last.
+        candidates: the best for all mini-batches first; those that do not fit the context length last.
         dynamic: mean seconds if each mini-batch uses its best candidate.
         sync: seconds outside computation, maximum over the candidates.
         cut: number of sequences truncated to `context`.
-        left_out: schemes that were not considered, and why.
+        left_out: schemes not considered, and why.
     """
 
     profile: str
@@ -166,13 +165,13 @@ def explain(
     """Compare candidates on mini-batches sampled from the data.
 
     Args:
-        lengths: tokens per sequence of the data; sequences are truncated to `context` tokens.
+        lengths: tokens per sequence, truncated to `context`.
         tokens: minimum tokens per mini-batch.
         strategies: candidates; default: proposals for the data, homogeneous strategies, and improved versions.
 
     Raises:
         Unsupported: no candidate fits a mini-batch, or the profile does not contain a scheme.
-        ValueError: no sequences are given, or a strategy has too many devices.
+        ValueError: there are no sequences, or a strategy has too many devices.
     """
     profile = schemes_of(measured, devices)
     data = np.minimum(np.asarray(lengths, dtype=np.int64), context)
@@ -207,7 +206,7 @@ def explain(
 
 
 def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> list[list[int]]:
-    """Sample mini-batches of at least `tokens` tokens by shuffled passes over the data."""
+    """Sample mini-batches of at least `tokens` tokens in shuffled passes over the data."""
     check_sequences(tokens * len(data) // sum(data))
     random = np.random.default_rng(seed)
     order: list[int] = []
@@ -261,8 +260,8 @@ class _SampledBatches:
 
     def candidates(self, context: int) -> list[ComparedCandidate]:
         count = len(self.strategies)
-        # A bound is cheap, an assignment is not. Assign mini-batches for the best candidates first,
-        # then only for candidates whose bound is below the best time so far.
+        # Bounds are cheap. Assign mini-batches for the best candidates first, then for those whose
+        # bound is below the best time so far.
         bounds = [fmean(choice.verdicts[i].bound for choice in self.choices) for i in range(count)]
         order = sorted(range(count), key=lambda i: (bounds[i], i))
         alike = [i for i in order if len(set(self.strategies[i])) == 1]
@@ -303,15 +302,14 @@ def _alone(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
 def parts_of(
     pipelines: Sequence[PipelineCost], lengths: Sequence[int], assignment: PlannedAssignment, sync: float
 ) -> TimeParts:
-    """Split an assignment's time and `sync` (seconds outside computation) into parts."""
-    # work: seconds of each pipeline for its sequences; the last pipeline to end determines the
-    #   time, and each part is a step from the even division of the work to that time
+    # work: seconds of each pipeline; the last one to end determines the time, and each part is a
+    # step from the even division of the work to that time
     work = [
         float(p.work([lengths[i] for m in batches for i in m]).sum())
         for p, batches in zip(pipelines, assignment.micro_batches, strict=True)
     ]
     last = max(range(len(pipelines)), key=lambda p: assignment.by_pipeline[p])
-    # One second on eight devices counts as eight seconds of device time.
+    # A second on eight devices is eight seconds of device time.
     even = sum(w * p.devices for w, p in zip(work, pipelines, strict=True)) / sum(p.devices for p in pipelines)
     fixed = pipelines[last].c * len(assignment.micro_batches[last])
     bubble = assignment.by_pipeline[last] - work[last] - fixed if pipelines[last].stages > 1 else 0.0
@@ -342,7 +340,7 @@ def _why(candidate: ComparedCandidate, best: ComparedCandidate, iterations: int,
         )
     if candidate.parts is None or best.parts is None:
         return f"takes at least {candidate.bound:.3f} s"
-    # Name at most two parts, and only parts with more than a fifth of the difference.
+    # Name at most two parts, each more than a fifth of the difference.
     lost = candidate.seconds - best.seconds
     differences = {f.name: getattr(candidate.parts, f.name) - getattr(best.parts, f.name) for f in fields(TimeParts)}
     worst = sorted((n for n in differences if differences[n] > 0.2 * lost), key=lambda n: -differences[n])[:2]

@@ -18,7 +18,7 @@ MOST_MARKS = 400
 
 @dataclass(frozen=True)
 class Series:
-    """Curve in a chart, colored by the CSS class `style`."""
+    """Curve in a chart, colored by CSS class `style`."""
 
     name: str
     points: tuple[Point, ...]
@@ -36,10 +36,10 @@ class ChartMark:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Return round numbers from low to high: steps of 1, 2 or 5 times a power of ten."""
+    """Return round numbers from low to high, in steps of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
-    # 3 to 47: raw = 8.8, power = 1, step = 10, and ticks at 10, 20, 30, 40
+    # 3 to 47: raw = 8.8, power = 1, step = 10, ticks at 10, 20, 30, 40
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
@@ -55,8 +55,7 @@ def line_chart(
 
     Args:
         label: text for screen readers.
-        series: curves with at least one point in total.
-        marks: vertical lines; lines outside the x axis are omitted.
+        marks: vertical lines within the x axis.
     """
     points = [point for curve in series for point in curve.points if math.isfinite(point[1])]
     xs = [x for x, _ in points]
@@ -121,12 +120,12 @@ def _series(series: Series, at: Callable[[float, float], Point], show: Show) -> 
 def _span(low: float, high: float) -> tuple[float, float]:
     if high > low:
         return low, high
-    # Equal values get a span around them, since `at` divides by the span.
+    # Give equal values a span: `at` divides by it.
     return low - (abs(low) * 0.05 or 0.5), high + (abs(high) * 0.05 or 0.5)
 
 
 def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: float, label: str, show: Show) -> Markup:
-    """Return a chart of bytes over an iteration, with the limit if the peak is close."""
+    """Return a chart of bytes over an iteration, with a limit near the peak."""
     width, height = 240, 84
     near = limit <= 2.5 * peak
     top = 1.08 * (max(limit, peak) if near else peak) or 1.0
@@ -139,7 +138,7 @@ def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: fl
     for time, size in points:
         steps.append(f"H{time * scale:.1f}V{y(size):.1f}")
     drawn: list[Content] = [tag("path", d=f"{''.join(steps)}H{width}V{height}z", class_="area")]
-    # The peak may occur within an instruction, above all points of the curve.
+    # The peak may occur within an instruction, above the curve.
     drawn.append(tag("path", tag("title", f"most: {show(peak)}"), d=f"M0 {y(peak):.1f}H{width}", class_="peak"))
     if near:
         drawn.append(tag("path", tag("title", f"limit: {show(limit)}"), d=f"M0 {y(limit):.1f}H{width}", class_="limit"))

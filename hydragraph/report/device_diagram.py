@@ -1,4 +1,4 @@
-"""Diagram of a strategy's devices and layers, in which equal adjacent devices are merged."""
+"""Diagram of devices and layers; equal adjacent devices are merged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of ranks that have separate rows.
+# Maximum ranks with separate rows.
 EVERY = 64
 MOST_ROWS = 160
 
@@ -25,7 +25,7 @@ def diagram(strategy: Strategy, cluster: Cluster, health: Health) -> Diagram:
 
 
 def diagram_of(strategy: Strategy, nodes: Sequence[int], types: Sequence[str], rates: Sequence[float]) -> Diagram:
-    """Return the diagram. `rates` are the ranks' slowdowns, infinite for lost ranks."""
+    """Return the diagram; `rates` are slowdowns, infinite for lost ranks."""
     parts = [_parts(strategy, rank) for rank in range(len(nodes))]
     joined: Callable[[int], object] = lambda rank: (nodes[rank], types[rank], rates[rank], parts[rank])  # noqa: E731
     key = joined if len(nodes) > EVERY else lambda rank: rank
@@ -40,7 +40,7 @@ def diagram_of(strategy: Strategy, nodes: Sequence[int], types: Sequence[str], r
 
 
 def _without_twins(strategy: Strategy, rows: Sequence[DeviceRow]) -> Diagram:
-    # shape: pipeline -> its rows without rank numbers; pipelines of equal shapes look the same
+    # shape: pipeline -> its rows without rank numbers; equal shapes look the same
     shape: dict[int, list[object]] = {i: [] for i in range(len(strategy.pipelines))}
     for row in rows:
         for part in row.parts:

@@ -17,7 +17,7 @@ from hydragraph.spec.pipeline import Stage
 TALLEST = 72  # rows
 ROW = 0.27  # inches
 NAMED = 10
-# Background colors on which the text is dark.
+# Backgrounds for dark text.
 COLOURS = ("#9ec5e8", "#f5bf85", "#a8d5a2", "#d9b3e0", "#f2a9a9", "#c9c28f", "#8fd3cf", "#e3a9c8", "#b9bec9", "#d2b49c")
 _IDLE = "#8a8a8a"
 _LOST = "#c0392b"
@@ -57,7 +57,7 @@ def device_figure(plan: Plan, costs: Costs) -> Any:
 
 
 def _rows(costs: Costs) -> list[int | None]:
-    # rows: each node's ranks in order, after a None for the node's heading
+    # rows: each node's ranks in order, after a None for its heading
     rows: list[int | None] = []
     for _, ranks in groupby(range(costs.ranks), costs.cluster.node_of):
         rows += [None, *ranks]
@@ -107,7 +107,7 @@ def _stage_text(pipeline: int, number: int, stage: Stage) -> str:
 
 
 def _write(axes: Any, bar: _StageBar, layers: int) -> None:
-    # The text goes into the bar if it fits, else to the side that has more room.
+    # The text goes into the bar if it fits, else to the side with more room.
     middle = (bar.top + bar.bottom) / 2
     needed = (len(bar.text) + 2) * _LETTER / _WIDTH * layers
     if needed <= bar.last - bar.first:

@@ -1,4 +1,4 @@
-"""Contents of a report as dataclasses. Times are in seconds, and text is not escaped."""
+"""Contents of reports; times are in seconds, and text is not escaped."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hydragraph.report.measured_beside_predicted import RunComparison
 from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import RunEvent
 
-# Kinds of bars, with colours in report.css.
+# Kinds of bars, with colors in report.css.
 KINDS = ("forward", "backward", "update", "commit", "pull", "push", "p2p", "offload", "wait")
 STREAMS = ("compute", "pull", "push", "p2p", "offload")
-# Kinds of traffic whose waits a run measures, and all kinds.
+# Traffic whose waits a run measures, and all traffic.
 WAITED = ("pull", "push", "p2p")
 MOVED = (*WAITED, "tp")
 
@@ -30,12 +30,7 @@ class TimeBar(NamedTuple):
 
 @dataclass(frozen=True)
 class TimelineLane:
-    """Timeline of one rank, or of several ranks with equal bars.
-
-    Attributes:
-        what: role of the ranks, such as "pipeline 0, stage 1".
-        bars: bars by stream (`STREAMS`), in order of time.
-    """
+    """Timeline of ranks with equal bars; `bars` are in order of time, by stream (`STREAMS`)."""
 
     ranks: tuple[int, ...]
     what: str
@@ -44,7 +39,7 @@ class TimelineLane:
 
 @dataclass(frozen=True)
 class IterationView:
-    """One iteration as timelines.
+    """Iteration as timelines.
 
     Attributes:
         title: such as "simulated" or "measured, step 7".
@@ -60,11 +55,11 @@ class IterationView:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory in bytes that each rank in `ranks` uses over an iteration.
+    """Memory in bytes of each rank over an iteration.
 
     Attributes:
         parts: parts of the peak, as (name, bytes).
-        points: pairs of a time in seconds and the bytes from this time on; empty if only the peak is known.
+        points: (time in seconds, bytes from this time on); empty if only the peak is known.
     """
 
     ranks: tuple[int, ...]
@@ -76,11 +71,11 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Bytes sent in an iteration by senders (rows) to receivers (columns), by kind.
+    """Bytes that senders (rows) send to receivers (columns) in an iteration, by kind.
 
     Attributes:
         title: "ranks" or "nodes".
-        groups: node of each row; rows of the same node are adjacent.
+        groups: node of each row; rows of a node are adjacent.
         cells: bytes by traffic kind (`MOVED`), row and column.
     """
 
@@ -107,7 +102,7 @@ class DiagramStage:
 
 @dataclass(frozen=True)
 class DeviceRow:
-    """Row of a diagram: one device, or several equal, adjacent devices.
+    """Row of equal, adjacent devices.
 
     Attributes:
         what: type and current speed, such as "h100", "l4, 2.57 × as slow", or "lost".
@@ -122,7 +117,7 @@ class DeviceRow:
 
 @dataclass(frozen=True)
 class Diagram:
-    """Devices and layers of a strategy. `note` says what is omitted."""
+    """Devices and layers of a strategy; `note` says what is omitted."""
 
     layers: int
     rows: tuple[DeviceRow, ...]
@@ -131,13 +126,13 @@ class Diagram:
 
 @dataclass(frozen=True)
 class ComparedStrategy:
-    """A row of the comparison of strategies.
+    """Row of the comparison of strategies.
 
     Attributes:
         seconds: time of an iteration; None if the strategy does not fit.
         micro_batches: number per pipeline; empty if unknown.
         shares: parts of the iteration, as (name, fraction).
-        why: why the strategy is slower than the best strategy; "" for the best strategy.
+        why: why the strategy is slower than the best one; "" for the best one.
     """
 
     name: str
@@ -162,12 +157,12 @@ class StrategyPanel:
 
 @dataclass(frozen=True)
 class RankChanges:
-    """Departures, slowdowns and returns of a run's ranks, and their costs.
+    """Departures, slowdowns and returns of ranks, and their costs.
 
     Attributes:
         begin_s: time of the first step, in seconds since 1970.
         events: events in order of time, without checkpoints.
-        counts: changes of the number of ranks, as pairs of a step and the number from this step on.
+        counts: changes of the number of ranks, as (step, number from then on).
         parts: parts of the wall time, as (name, seconds); empty if unknown.
     """
 

@@ -45,7 +45,7 @@ def table(heads: Sequence[str], rows: Content, left: Container[str] = (), style:
 
     Args:
         rows: <tr> elements.
-        style: CSS class of the table; None for a table inside another element.
+        style: CSS class; None for a table inside another element.
     """
     head = tag("tr", [tag("th", name, scope="col", class_="left" if name in left else None) for name in heads])
     element = tag("table", tag("thead", head), tag("tbody", rows), class_=style)

@@ -16,13 +16,13 @@ from hydragraph.cost.trace_file import Trace, TracedStep, TraceEvent, read_trace
 from hydragraph.spec.record import attributes_of
 from hydragraph.spec.strategy import Strategy
 
-# `sentence` names a rank that causes more than this fraction of a kind's difference.
+# `sentence` names a rank with more than this fraction of a kind's difference.
 MOSTLY = 0.6
 
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """Measured and predicted times of one iteration.
+    """Measured and predicted times of an iteration.
 
     Attributes:
         seconds: measured time, including work outside instructions.
@@ -45,15 +45,15 @@ class ComparedStep:
     def ratios(self) -> dict[tuple[TimeKind, int], float]:
         """Return measured / predicted time, by kind and rank, where both times are positive.
 
-        For transfers, durations are compared, because waits depend on overlap with computation.
+        For transfers, compare durations, because waits depend on overlap with computation.
         """
         ratios: dict[tuple[TimeKind, int], float] = {}
         for rank, (measured, predicted) in enumerate(zip(self.measured, self.predicted, strict=True)):
             sums: dict[TimeKind, tuple[float, float]] = {}
             for kind in CORRECTED:
                 sums[kind] = measured.seconds[kind], predicted.seconds[kind]
-            # letters: first letters of values (`ir.value`): weights, gradients, hidden
-            #   states and their gradients
+            # letters: first letters of values (`ir.value`): weights, gradients, hidden states and
+            # their gradients
             for kind, letters in ((TimeKind.PULL, "W"), (TimeKind.PUSH, "G"), (TimeKind.P2P, "hd")):
                 seen = [v for v in measured.transfers if v[0] in letters and predicted.transfers.get(v, 0.0) > 0]
                 whole = sum(measured.transfers[v] for v in seen)
@@ -64,8 +64,6 @@ class ComparedStep:
 
 @dataclass(frozen=True)
 class ComparedSeconds:
-    """Seconds of one kind of instruction, over all steps; `rank` is None for the sum over ranks."""
-
     kind: TimeKind
     rank: int | None
     measured: float
@@ -104,8 +102,8 @@ class RunComparison:
             # Predictions include earlier corrections.
             ratios = {}
             for (kind, rank), ratio in step.ratios().items():
-                # The ratio is relative to the corrected prediction, so earlier corrections and the
-                # rank's slowdown are multiplied back.
+                # The ratio is relative to the corrected prediction: multiply earlier corrections
+                # and the rank's slowdown back.
                 rate = 1.0 if kind in (*TRANSFERS, TimeKind.COMMIT) else health.rate(rank)
                 type_ = None if kind in TRANSFERS else self.types[rank]
                 ratios[kind, rank] = ratio * self.before.factor(kind, type_) * rate
@@ -225,7 +223,7 @@ def _warm(steps: Sequence[TracedStep]) -> tuple[list[TracedStep], tuple[int, ...
     seen: set[str] = set()
     counts = [step.strategy for step in steps]
     for step in steps:
-        # Leave out a strategy's first step, which includes compilation, unless it is its only step.
+        # Omit a strategy's first step, which includes compilation, unless it is the only one.
         first = step.strategy not in seen
         seen.add(step.strategy)
         if first and counts.count(step.strategy) > 1:

@@ -35,7 +35,7 @@ SHORTER = 0.8
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """A strategy's seconds per iteration, and each rank's memory curve and limit in bytes."""
+    """A strategy's seconds per iteration, and the ranks' memory curves and limits in bytes."""
 
     strategy: Strategy
     curves: Sequence[MemoryCurve]
@@ -70,7 +70,7 @@ class MemoryFit:
                     "rank": rank,
                     "peak_bytes": memory.total,
                     "limit_bytes": limit,
-                    # Keys that earlier versions wrote
+                    # Keys of earlier versions
                     "state": memory.home_weights + memory.optimizer_state,
                     "shard": memory.home_gradients,
                     **asdict(memory),
@@ -87,7 +87,7 @@ def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
 
 
 def advice(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool = True) -> str:
-    """Return the smallest change that makes a strategy fit, and offloading if that helps; "" if the strategy fits."""
+    """Return the smallest change that makes a strategy fit, and offloading if it helps; "" if it fits."""
     if found.fits:
         return ""
     offloading = _offloading(costs, found, assignment)
@@ -109,7 +109,7 @@ def _takes(tried: MemoryFit, found: MemoryFit) -> str:
 
 
 def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool) -> str:
-    # First try changes that cost only time, and take the fastest that fits.
+    # First try changes that cost only time; take the fastest that fits.
     again = recomputing(found.strategy)
     streamed = tuple(streaming_more(found.strategy)) if may_stream else (again,)
     light = [fit(costs, strategy, assignment) for strategy in (again, *streamed)]
@@ -119,7 +119,7 @@ def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may
     fastest = next((tried for tried in sorted(light, key=lambda tried: tried.seconds) if tried.fits), None)
     if fastest is not None:
         return _lighter(fastest, found)
-    # Then shorten micro-batches, then sequences, with the least change of the strategy first.
+    # Then shorten micro-batches, then sequences; least change of the strategy first.
     choices = (
         (found.strategy, ""),
         (again, f" and recomputation, {again.name}"),
@@ -133,9 +133,9 @@ def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may
         length = _longest(costs, strategy, assignment)
         if length is not None:
             return f"sequences of at most {length:,} tokens (data.max_length), one per micro-batch{words}"
-    # Last, merge pipelines, which changes how many devices work on a layer.
+    # Last, merge pipelines, so that more devices work on a layer.
     for sequence_parallel in (True, False):
-        # The profile may not contain measurements of these stages
+        # The profile may not contain these stages
         with suppress(Unsupported):
             for wide, merged in wider(costs, found.strategy, assignment, sequence_parallel):
                 for strategy in (wide, recomputing(wide), *(streaming_more(wide) if may_stream else ())):
@@ -168,8 +168,8 @@ def _lighter(tried: MemoryFit, found: MemoryFit) -> str:
 
 def _more(found: MemoryFit) -> str:
     memory = found.curves[found.tightest].peak
-    # The state of `len(curves)` ranks is divided among more ranks, until each part fits into the
-    # room that a stage's weights and gradients leave.
+    # Divide the state of `len(curves)` ranks among more ranks, until each part fits with a
+    # stage's weights and gradients.
     room = found.limits[found.tightest] - memory.weights - memory.gradients
     if room <= 0 or memory.home <= memory.weights + memory.gradients:
         return "a higher tensor-parallel degree or more stages: a stage's weights and gradients alone do not fit"
@@ -223,17 +223,17 @@ def packed_in(assignment: Assignment, tokens: int) -> Assignment:
 
 
 def recomputing(strategy: Strategy, how: bool | float = True) -> Strategy:
-    """Return the strategy with `recompute` set to `how`, except in stages that already recompute in full."""
+    """Return the strategy with `recompute` set to `how`, except in stages that recompute in full."""
     return strategy.with_stages(lambda stage: replace(stage, recompute=stage.recompute is True or how))
 
 
 def _whole(strategy: Strategy) -> Strategy:
-    """Return the strategy with a schedule that does not split backwards, for streaming and offloading."""
+    """Return the strategy with a schedule of unsplit backwards, for streaming and offloading."""
     return strategy if strategy.schedule in WHOLE_BACKWARD else replace(strategy, schedule=DEFAULT_SCHEDULE)
 
 
 def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
-    """Yield variants that stream gradients, or gradients and weights, first without and then with recomputation."""
+    """Yield variants that stream gradients, or gradients and weights, without and then with recomputation."""
 
     def changed(stage: Stage, stream: bool | str, recompute: bool) -> Stage:
         streamed = True if stage.stream is True else stream
@@ -247,11 +247,10 @@ def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
 def wider(
     costs: Costs, strategy: Strategy, assignment: Assignment, sequence_parallel: bool
 ) -> Iterator[tuple[Strategy, Assignment]]:
-    """Yield strategies that merge pipelines in pairs, which doubles the tensor-parallel degrees within nodes."""
+    """Yield strategies in which pairs of pipelines are merged, which doubles tensor-parallel degrees within nodes."""
     nodes = [device.node for device in costs.cluster.devices]
     while len(strategy.pipelines) % 2 == 0 and not strategy.shares:
-        # Two pipelines can merge if their stages have equal layers: each stage
-        # then has the devices of both.
+        # Pipelines merge if their stages have equal layers; a stage then has the devices of both.
         pairs = list(zip(strategy.pipelines[::2], strategy.pipelines[1::2], strict=True))
         if any([s.layers for s in one.stages] != [s.layers for s in other.stages] for one, other in pairs):
             return

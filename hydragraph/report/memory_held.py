@@ -12,13 +12,13 @@ from hydragraph.cost.timeline import Timeline
 from hydragraph.report import number_format
 from hydragraph.report.facts import Fact, RankMemory
 
-# Maximum number of curves; each curve needs a walk through a program.
+# Maximum curves; each needs a walk through a program.
 MOST_CURVES = 48
 MOST_POINTS = 160
 
 
 def held(costs: Costs, timeline: Timeline) -> tuple[tuple[RankMemory, ...], str]:
-    """Return the memory of ranks, grouped by equal memory, and a note on omitted ranks."""
+    """Return the memory of ranks, in groups with equal memory, and a note on omitted ranks."""
     ranks = list(range(costs.ranks))
     note = ""
     if len(ranks) > MOST_CURVES:
@@ -51,9 +51,9 @@ def _held(curve: MemoryCurve, ranks: Sequence[int], limit: float) -> RankMemory:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> tuple[tuple[float, float], ...]:
-    """Return at most `most` points: the highest in each interval."""
+    """Return at most `most` points, the highest of each interval."""
     if len(points) <= most:
         return tuple(points)
-    # The highest point of each interval stays, so that no peak is lost.
+    # Keep the highest point of each interval, so that no peak is lost.
     edges = [round(i * len(points) / most) for i in range(most + 1)]
     return tuple(max(points[a:b], key=lambda point: point[1]) for a, b in pairwise(edges))

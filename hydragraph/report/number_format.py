@@ -72,7 +72,7 @@ def _scaled(value: float, units: Sequence[tuple[float, str]], zero: str) -> str:
 
 
 def _digits(value: float) -> str:
-    # Round first, because rounding may add a digit before the point: 9.996 is "10.0", not "10.00".
+    # Rounding first may add a digit before the point: 9.996 is "10.0", not "10.00".
     value = float(f"{value:.3g}") if value < 999.5 else value
     if value >= 999.5:
         return f"{value:,.0f}"

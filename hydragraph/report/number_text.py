@@ -21,7 +21,6 @@ def console() -> Console:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return the lines of a table; the columns in `left` are aligned left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     forms = [f"{{:{'<' if i in left else '>'}{width}}}" for i, width in enumerate(widths)]
     return ["  ".join(form.format(cell) for form, cell in zip(forms, row, strict=True)).rstrip() for row in rows]

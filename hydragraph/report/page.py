@@ -1,4 +1,4 @@
-"""Conversion of a report to one HTML file, which loads no other resource."""
+"""Conversion of a report to one self-contained HTML file."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from hydragraph.data.atomic_write import save_figure
 from hydragraph.report.candidate_comparison import Example, scheme_counts
 
 TALLEST = 40  # rows
-# Colors from short to long sequences.
+# From short to long sequences.
 _COLOURS = ("#cfe6c5", "#7cc6b0", "#3f9bb5", "#3b6ea5", "#4c3f86")
-# On darker colors, the text is white
+# Text on darker colors is white
 _DARK = 0.45
 
 

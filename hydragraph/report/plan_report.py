@@ -17,7 +17,7 @@ MOST_RIVALS = 5
 
 
 def plan_report(title: str, record: Mapping[str, Any], simulated: StrategyPanel | None = None) -> ReportContents:
-    """Return the report of a plan's JSON record. `simulated` adds a timeline.
+    """Return the report of a plan's JSON record, and a timeline if `simulated`.
 
     Raises:
         ValueError: the record is not a plan.

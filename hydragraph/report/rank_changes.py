@@ -52,13 +52,12 @@ def _parts(found: WallTime) -> tuple[tuple[str, float], ...]:
 
 def _counts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[tuple[int, int], ...]:
     counts: list[tuple[int, int]] = []
-    # Ranks gained since the last "resumed" event
+    # Ranks gained since the last "resumed"
     change = 0
     for event in events:
         change += len(event.ranks) * ((event.event == "join") - (event.event in ("fault", "leave")))
         if event.event == "resumed":
-            # The number of ranks at the start is unknown, so derive it from the first
-            # event and the changes before it.
+            # Derive the initial number of ranks from the first event and earlier changes.
             counts.append((event.step, len(event.ranks)))
             if len(counts) == 1:
                 counts.insert(0, (metrics[0].step, len(event.ranks) - change))

@@ -34,7 +34,7 @@ MOST_ROWS = 40
 
 
 def marks_of(happened: RankChanges) -> tuple[ChartMark, ...]:
-    """Return one mark per step, in the color of the step's first event."""
+    """Return a mark per step, in the color of its first event."""
     by_step: dict[int, list[RunEvent]] = {}
     for event in happened.events:
         if event.event in _IN_CHARTS and event.done:
@@ -54,7 +54,7 @@ def mark_keys(marks: Sequence[ChartMark]) -> Markup | None:
 def ranks_section(happened: RankChanges) -> Markup:
     chart = None
     if happened.counts:
-        # Two points per count draw a horizontal line from one change to the next.
+        # Two points per count draw a horizontal line.
         steps = [(float(x), float(n)) for (first, n), (end, _) in pairwise(happened.counts) for x in (first, end)]
         ranks = Series("ranks", tuple(steps), "s-0")
         chart = line_chart("ranks over steps", [ranks], "ranks", lambda y: f"{y:g}", zero=True)

@@ -29,7 +29,7 @@ _TRACED = "Timelines show the last traced step of each strategy and its simulati
 def run_report(
     title: str, metrics: Sequence[Metrics], traced: tuple[Costs, Trace] | None, events: Sequence[RunEvent] = ()
 ) -> ReportContents:
-    """Return the report of a run with steps. `traced` contains the run's costs and trace."""
+    """Return the report of a run with steps; `traced` has its costs and trace."""
     names = strategy_names(metrics)
     metrics = [replace(m, strategy=names[m.strategy]) for m in metrics]
     contenders = _contenders(metrics)
@@ -86,7 +86,7 @@ def _contenders(metrics: Sequence[Metrics]) -> tuple[ComparedStrategy, ...]:
     contenders = []
     for name in dict.fromkeys(m.strategy for m in metrics):
         own = [m for m in metrics if m.strategy == name]
-        # A strategy's first step includes compilation.
+        # The first step includes compilation.
         warm = own[1:] or own
         whole = sum(m.seconds for m in warm)
         waits = (sum(getattr(m, f"exposed_{kind}_s") for m in warm) for kind in WAITED)

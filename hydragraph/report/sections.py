@@ -68,7 +68,7 @@ def header(report: ReportContents) -> Markup:
 
 @dataclass(frozen=True)
 class Section:
-    """Section of the page. `name` is the entry in the table of contents."""
+    """Section of the page; `name` is its entry in the table of contents."""
 
     anchor: str
     name: str
@@ -102,7 +102,7 @@ def _strategies(report: ReportContents) -> Markup:
     heads = ["", "strategy", "micro-batches", "iteration", "tokens/s", *shares, "why it lost"]
     kept = [i for i, head in enumerate(heads) if i != 2 or any(row.micro_batches for row in rows)]
     kept = [i for i in kept if heads[i] != "tokens/s" or any(row.tokens_per_s for row in rows)]
-    # Bars show speed: the fastest strategy's is full, and one that takes twice as long gets half.
+    # Bars show speed: full for the fastest strategy, half for half its speed.
     fastest = min((row.seconds for row in rows if row.seconds), default=0.0)
     body = [_strategy_row(i, row, fastest, kept) for i, row in enumerate(rows[:MOST_ROWS])]
     shown = table([heads[i] for i in kept], body, left=("", "strategy", "why it lost"), style="wide")
@@ -202,7 +202,7 @@ def _part(part: DiagramStage, left: float, y: float, scale: float) -> Markup:
     x = left + part.first * scale
     width = (part.last - part.first) * scale - 1.5
     text = f"{layers} · {part.text}"
-    # Show the longest text that fits, down to the layer numbers alone.
+    # The longest text that fits, down to layer numbers.
     most = int((width - 14) / 6.2)  # characters
     number = layers.partition(" ")[2]
     shown = next((t for t in (text, f"{layers} · pipeline {part.pipeline}", layers, number) if len(t) <= most), "")
@@ -310,7 +310,7 @@ def _heat(matrix: Matrix) -> Markup:
     side = 30 if count <= 8 else 20 if count <= 16 else 14
     left, top = 66, 20
     most = max((sum(kind[i][j] for kind in matrix.cells) for i in range(count) for j in range(count)), default=0.0)
-    # A label is 15 pixels high, so rows of 14 pixels name every second row.
+    # A label is 15 pixels high: with rows of 14 pixels, name every second row.
     every = max(1, -(-count * 15 // (side * count)))
     drawn: list[Content] = []
     for i, name in enumerate(matrix.names):
@@ -380,7 +380,7 @@ def _training(report: ReportContents) -> Markup:
         Series(name, points(lambda s: s.loss, name), f"s-{i % COLOURS}", marks=True, line=False)
         for i, name in enumerate(names)
     ]
-    # One curve over all strategies shows the trend; colored points show each step's strategy.
+    # One curve shows the trend; points show each step's strategy.
     smooth = zip((s.step for s in steps), smoothed([s.loss for s in steps]), strict=True)
     losses.append(Series("smoothed", tuple(smooth), "s-ink"))
     evaluated = [step for step in steps if step.eval_loss is not None]

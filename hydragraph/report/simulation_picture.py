@@ -15,7 +15,7 @@ from hydragraph.report.timelines import merged_blocks, simulated_bars
 MOST = 6  # strategies
 TALLEST = 16  # ranks
 
-# Colors that papers use.
+# Usual colors in papers.
 _COMPUTE = {"forward": "#4c8bd0", "backward": "#74b06f", "update": "#9a7bc0"}
 _TRAFFIC = {"pull": "#d08a3e", "p2p": "#5f5f5f", "push": "#c0504d", "offload": "#3f97a4"}
 

@@ -36,13 +36,13 @@ class PricedStrategy:
         return [self.timeline.busy_s(rank, Stream.COMPUTE) / self.seconds for rank in range(len(self.timeline.ranks))]
 
     def exposed_s(self, stream: Stream) -> float:
-        """Return the seconds for which computation waits for a stream, averaged over ranks."""
+        """Return the mean seconds for which ranks' computation waits for a stream."""
         ranks = range(len(self.timeline.ranks))
         return sum(self.timeline.exposed_s(rank, stream) for rank in ranks) / len(ranks)
 
 
 def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> PricedStrategy:
-    """Simulate one iteration; raise a ValueError if the arguments do not match or there are no micro-batches."""
+    """Simulate one iteration; raise a ValueError if arguments do not match or there are no micro-batches."""
     if not any(assignment.counts):
         raise ValueError(f"micro-batches {list(assignment.counts)}: give at least one pipeline a micro-batch")
     return PricedStrategy(strategy, assignment, costs.simulate(strategy, assignment))
@@ -52,8 +52,7 @@ def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, seq
     """Distribute equal micro-batches over pipelines; return the number per pipeline.
 
     Args:
-        tokens: tokens per sequence.
-        sequences: sequences per micro-batch.
+        sequences: sequences of `tokens` tokens per micro-batch.
     """
     strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
     slowest = [max(sum(stage.seconds([tokens] * sequences)) for stage in p.parts) for p in costs.pipelines(strategy)]
@@ -61,14 +60,14 @@ def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, seq
 
 
 def spread(depths: Sequence[int], seconds: Sequence[float], micro_batches: int) -> list[int]:
-    """Distribute equal micro-batches over pipelines so that the last pipeline ends as early as possible.
+    """Distribute equal micro-batches so that the last pipeline ends as early as possible.
 
     A pipeline of p stages (`depths`) runs m micro-batches in (m + p - 1) s, where s (`seconds`) is the slowest stage's
     time per micro-batch.
     """
     counts = [0] * len(depths)
-    # ends: (end if the pipeline got one more micro-batch, pipeline); depths (1, 2), seconds (1,
-    #   0.5), 6 micro-batches: counts [2, 4]
+    # ends: (end with one more micro-batch, pipeline); depths (1, 2), seconds (1, 0.5), 6
+    # micro-batches: counts [2, 4]
     ends = [(p * s, i) for i, (p, s) in enumerate(zip(depths, seconds, strict=True))]
     heapq.heapify(ends)
     for _ in range(micro_batches):

@@ -70,7 +70,7 @@ def contender(simulated: PricedStrategy, best: PricedStrategy) -> ComparedStrate
 
 
 def why_lost(loser: PricedStrategy, best: PricedStrategy) -> str:
-    """Say, by kind, how much longer a strategy's critical path per token is than the best strategy's."""
+    """Say, by kind, how much longer a strategy's critical path per token is than the best one's."""
     scale = best.tokens / loser.tokens
     mine = loser.timeline.critical_path.by_kind
     its = best.timeline.critical_path.by_kind

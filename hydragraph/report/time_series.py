@@ -1,4 +1,4 @@
-"""Timelines on the page: data for the script, and a static picture.
+"""Timelines on the page, as data for the script and as a static picture.
 
 A bar is [ticks after the previous bar, length in ticks, kind, name, micro-batch]; a tick is 1e-9 of the iteration.
 """
@@ -22,7 +22,7 @@ MOST_LANES = 48
 def course_data(course: IterationView) -> dict[str, Any]:
     names: dict[str, int] = {}
     scale = TICKS / course.seconds if course.seconds else 0.0
-    # tracks: id of a lane's bars -> index in `packed`; lanes that share bars are written once
+    # tracks: id of a lane's bars -> index in `packed`; shared bars are written once
     tracks: dict[int, int] = {}
     packed: list[list[list[int]]] = []
     lanes = []
@@ -55,7 +55,7 @@ def _packed(bars: Sequence[TimeBar], names: dict[str, int], scale: float) -> lis
     packed: list[int] = []
     before = 0
     for bar in bars:
-        # Ends are rounded, not lengths, so that rounding errors do not add up over the bars.
+        # Round ends, not lengths: rounding errors must not add up.
         begin = round(bar.begin * scale)
         length = round(bar.end * scale) - begin
         packed += [begin - before, length, KINDS.index(bar.kind), names.setdefault(bar.name, len(names))]
@@ -112,8 +112,8 @@ def _lane(lane: TimelineLane, top: float, seconds: float) -> Markup:
         for bar in bars:
             x = LABEL + bar.begin * scale
             width = max((bar.end - bar.begin) * scale, NARROWEST)
-            # at: right end of the last bar of each kind; a bar that ends less
-            #   than NARROWEST after it is left out
+            # at: right end of each kind's last bar; a bar that ends less than NARROWEST after it is
+            # left out
             if x + width < at.get(bar.kind, -1.0) + NARROWEST:
                 continue
             at[bar.kind] = x + width

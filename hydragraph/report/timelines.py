@@ -1,6 +1,6 @@
 """Conversion of simulated and traced iterations to lanes of bars.
 
-Simulated ranks with equal timelines share a lane. If there are too many bars, those of consecutive blocks of a
+Simulated ranks with equal timelines share a lane. If there are too many bars, bars of consecutive blocks of a
 micro-batch are merged, then bars close to each other.
 """
 
@@ -22,13 +22,13 @@ from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.instruction_text import parse_instruction
 from hydragraph.report.facts import STREAMS, IterationView, TimeBar, TimelineLane
 
-# Maximum number of bars, which keeps pages below 5 MB.
+# Maximum bars, to keep pages below 5 MB.
 MOST_BARS = 24_000
-# Maximum number of ranks that have separate lanes.
+# Maximum ranks with separate lanes.
 EVERY = 32
-# Maximum number of lanes; if there are more, evenly spaced lanes are shown.
+# Maximum lanes; of more, evenly spaced ones are shown.
 MOST_LANES = 256
-# Shortest interval in which bars are merged, as a fraction of the iteration.
+# Shortest interval of merged bars, as a fraction of the iteration.
 FINEST = 1 / 4000
 
 # Prefixes of value names (`ir.value`).
@@ -48,9 +48,7 @@ Merge = Callable[[Sequence[TimeBar]], Iterable[TimeBar]]
 def simulated_course(timeline: Timeline) -> IterationView:
     together: dict[object, list[int]] = {}
     for a, actor in enumerate(timeline.actors):
-        # Equal pipelines share programs.
-        # together: (program, times) -> actors whose lanes would be equal;
-        #   groups are sorted by lowest rank
+        # together: (program, times) -> actors with equal lanes; equal pipelines share programs
         same = (id(actor.program), timeline.times[a].begin.tobytes(), timeline.times[a].end.tobytes())
         together.setdefault(same, []).append(a)
     groups = sorted(together.values(), key=lambda actors: min(min(timeline.actors[a].ranks) for a in actors))
@@ -138,7 +136,7 @@ def _micro_batch(instruction: Instruction) -> int:
 def _name(instruction: Instruction) -> str:
     op = instruction.op
     if op in (Op.SEND, Op.RECEIVE):
-        # The ranks of a lane have different peers, which all belong to one stage.
+        # A lane's ranks have different peers, all in one stage.
         message = message_of(instruction)
         what = "hidden state" if message.ahead else "gradient"
         other = "next" if message.ahead is (op is Op.SEND) else "previous"
@@ -162,9 +160,9 @@ def _fewer(lanes: Sequence[TimelineLane], seconds: float) -> tuple[list[Timeline
     merged = _merged(lanes, merged_blocks)
     if _count(merged) <= MOST_BARS:
         return merged, "Consecutive blocks of a micro-batch are drawn as one bar."
-    # Merge ever longer intervals until few enough bars are left.
+    # Merge longer and longer intervals until few enough bars are left.
     tick = seconds * FINEST
-    # Beyond this limit on `tick`, each stream would be a single bar.
+    # Beyond this `tick`, each stream would be a single bar.
     while _count(merged) > MOST_BARS and tick < 2 * seconds:
         merged = _merged(merged, partial(_ticks, tick=tick))
         tick *= 2

@@ -1,1 +1,1 @@
-"""The measurements of `hydragraph bench` and their tables."""
+"""Measurements of `hydragraph bench`, and their tables."""

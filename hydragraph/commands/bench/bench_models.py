@@ -19,7 +19,6 @@ class LlamaShape:
     vocabulary: int
 
     def build(self, device: torch.device | str) -> nn.Module:
-        """Build the model in fp32, without weights on the device "meta"."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
@@ -40,7 +39,7 @@ class LlamaShape:
 SHAPES = {
     "tiny": LlamaShape(64, 172, 2, 4, 2, 512),
     "small": LlamaShape(256, 688, 4, 4, 2, 4096),
-    # Llama 3.2 1B with a smaller vocabulary
+    # Llama 3.2 1B, with a smaller vocabulary
     "1b": LlamaShape(2048, 8192, 16, 32, 8, 32000),
     # Llama 2 7B
     "7b": LlamaShape(4096, 11008, 32, 32, 32, 32000),

@@ -1,4 +1,4 @@
-"""Options of `hydragraph bench`, and the outputs that they name."""
+"""Options and outputs of `hydragraph bench`."""
 
 from __future__ import annotations
 

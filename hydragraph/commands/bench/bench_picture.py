@@ -9,7 +9,7 @@ from hydragraph.data.atomic_write import save_figure
 
 
 def write_picture(report: BenchReport, path: Path) -> None:
-    # A Figure is used directly, because pyplot may need a display.
+    # pyplot may need a display; a Figure does not.
     from matplotlib.figure import Figure
 
     groups = list(dict.fromkeys(bar.group for bar in report.bars))

@@ -21,7 +21,7 @@ Cell = str | float
 
 @dataclass(frozen=True)
 class Target:
-    """Target of a benchmark. `met` is None if the value was not measured."""
+    """Target of a benchmark; `met` is None if the value was not measured."""
 
     name: str
     wanted: str
@@ -34,11 +34,7 @@ class Target:
 
     @classmethod
     def at_least(cls, name: str, wanted: float, found: float | None, form: str = "{:.3g}", text: str = "") -> Target:
-        """Return a target that is met if `found` is at least `wanted`.
-
-        Args:
-            text: text to show instead of `wanted`.
-        """
+        """Return a target that is met if `found` is at least `wanted`, which is shown as `text`."""
         met = None if found is None else found >= wanted
         return cls(name, text or f">= {form.format(wanted)}", "-" if found is None else form.format(found), met)
 
@@ -57,7 +53,7 @@ class PictureBar:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The result of one benchmark.
+    """Result of one benchmark.
 
     Attributes:
         rows: measured values; NaN if missing.

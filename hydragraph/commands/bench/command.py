@@ -1,4 +1,4 @@
-"""`hydragraph bench`: measure kernels, strategy switches and training steps, and write a page of results."""
+"""`hydragraph bench`: measure kernels, strategy switches and training steps."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 def kernels_command(options: BenchKernelsOptions) -> None:
     """Time every kernel and its alternatives, over a sweep of sizes.
 
-    Each implementation ("side") is checked before it is timed, and the sides are timed in turn. Percentages compare
-    GB/s with one large copy and TFLOP/s with one large matrix product, measured in the same run. "dispatch" is the
-    backend that hydragraph chooses.
+    Implementations ("sides") are checked, then timed in turn. Percentages compare GB/s with one large copy and TFLOP/s
+    with one large matrix product of the same run. "dispatch" is the backend that hydragraph chooses.
 
     Example: hydragraph bench kernels adamw slice_copy --device cpu --csv kernels.csv --picture kernels.png
     """
@@ -49,14 +48,13 @@ def kernels_command(options: BenchKernelsOptions) -> None:
 
 @verb
 def link_command(options: BenchLinkOptions) -> None:
-    """Show the traffic of a strategy switch: the push of one step's gradients and the pull of the next step's weights.
+    """Show the traffic of a strategy switch: a push of gradients and a pull of weights.
 
-    Strategies do not change the home layout of the state, so a switch from A to B pushes gradients from A and pulls
-    weights to B. The bytes between each pair of ranks are exact. The seconds, and the percentage overlapped with
-    computation, are simulated; --measure also measures them.
+    Strategies do not change the home of the state, so a switch from A to B only pushes gradients from A and pulls
+    weights to B. The bytes are exact. The seconds, and the percentage overlapped with computation, are simulated;
+    --measure also measures them.
 
-    Example: hydragraph bench link --from '2*<tp2,pp2>' --to '8*<tp1,pp1>' --model 7b; to also measure locally:
-    hydragraph bench link --from '<tp2,pp1>' --to '<tp1,pp2>' --model small
+    Example: hydragraph bench link --from '2*<tp2,pp2>' --to '8*<tp1,pp1>' --model 7b
     """
 
     from hydragraph.commands.bench.bench_models import SHAPES
@@ -77,9 +75,9 @@ def link_command(options: BenchLinkOptions) -> None:
 def step_command(options: BenchStepOptions) -> None:
     """Compare one rank's tokens/s and MFU with those of the Hugging Face model, on sequences of varying length.
 
-    The Hugging Face model runs in three ways: eagerly on padded batches, eagerly on packed batches with PyTorch's flash
-    attention, and on packed batches with each layer and the loss compiled by torch.compile. All models train on the
-    same sequences; losses and gradient norms are compared first.
+    The Hugging Face model runs eagerly on padded batches, eagerly on packed batches with PyTorch's flash attention, and
+    on packed batches with layers and loss compiled by torch.compile. All models train on the same sequences; losses and
+    gradient norms are compared first.
 
     Example: hydragraph bench step --model small --tokens 1024 --compiled
     """

@@ -15,7 +15,7 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class DeviceCeilings:
-    """Measured copy bandwidth (bytes read and written), measured matrix-product FLOP/s, and the datasheet's FLOP/s."""
+    """Measured copy bandwidth (bytes read and written), and measured and datasheet FLOP/s."""
 
     device: str
     dtype: torch.dtype

@@ -32,10 +32,10 @@ def packed_batches(sequences: Sequence[Tensor], strategy: Strategy, device: torc
 
 
 def padded_batches(sequences: Sequence[Tensor], device: torch.device, most: int = MICRO_BATCH_TOKENS) -> list[Batch]:
-    """Pad sequences and group them into micro-batches of at most `most` tokens. Longer ones stay single."""
+    """Pad sequences and group them into micro-batches of at most `most` tokens; longer ones stay single."""
     groups: list[list[Tensor]] = []
     for sequence in sorted(sequences, key=len, reverse=True):
-        # Sorted by length, so the first sequence of a group determines its padded width.
+        # Sorted by length: a group's first sequence determines its width.
         if not groups or len(groups[-1][0]) * (len(groups[-1]) + 1) > most:
             groups.append([])
         groups[-1].append(sequence)
@@ -59,8 +59,6 @@ def _padded(group: Sequence[Tensor], device: torch.device) -> Batch:
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """A Hugging Face model with fp32 weights, and its training step."""
-
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Callable[[Sequence[Tensor]], list[Batch]]
@@ -68,7 +66,6 @@ class Baseline:
     context: Callable[[], AbstractContextManager[None]]
 
     def step(self, sequences: Sequence[Tensor]) -> float:
-        """Train on one mini-batch, and return the mean loss per target."""
         loss = self.backward(sequences)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -101,10 +98,10 @@ def baselines(
     dtype: torch.dtype,
     compiled: bool,
 ) -> dict[str, Baseline]:
-    """Return the baselines by name. All share one optimizer and the fp32 weights of `first`.
+    """Return the baselines by name, which share one optimizer and `first`'s fp32 weights.
 
     Args:
-        build: builds another model for the weights of `first`.
+        build: builds another model for these weights.
         dtype: dtype of the computation; bf16 means autocast.
     """
     optimizer = torch.optim.AdamW(first.parameters(), lr=1e-4, fused=True)
@@ -148,7 +145,7 @@ def _use_attention(model: Any) -> None:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Cast queries and keys, which Llama's rotary embeddings return in fp32, to the dtype of `value`, and attend."""
+    """Cast queries and keys, which Llama's rotary embeddings return in fp32, to `value`'s dtype, and attend."""
     return huggingface.attention(module, query.to(value.dtype), key.to(value.dtype), value, mask, **options)
 
 
@@ -163,7 +160,7 @@ def _packed_loss(model: nn.Module) -> Loss:
 
 
 def _compiled_loss(model: nn.Module) -> Loss:
-    """Compile the loss and every layer separately, because one graph of 16 layers would take two minutes."""
+    """Compile the loss and layers separately, because one graph of 16 layers would take two minutes."""
     call = huggingface.caller(model)
     for layers in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
         for layer in layers:

@@ -1,4 +1,4 @@
-"""Timing of several functions in turn, so that a slow phase of the machine affects all of them."""
+"""Timing of functions in turn, so that a slow phase of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MOST_REPEATS = 200
 def alternate(
     sides: Mapping[str, Side], device: torch.device, rounds: int, warm_up: int = WARM_UP, at_least_s: float = 0.0
 ) -> dict[str, float]:
-    """Return each function's median seconds per call. Each round begins with a different function.
+    """Return functions' median seconds per call; each round begins with a different function.
 
     Args:
-        at_least_s: approximate seconds of repeated calls per function and round; 0: one call.
+        at_least_s: approximate seconds per function and round; 0: one call.
     """
     repeats = dict.fromkeys(sides, 1)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -33,13 +33,13 @@ def alternate(
             if turn >= warm_up:
                 seconds[name].append(seconds_of_turn)
             else:
-                # The last warm-up round determines the number of repeats
+                # The last warm-up round determines repeats
                 repeats[name] = max(1, min(MOST_REPEATS, round(at_least_s / max(seconds_of_turn, 1e-9))))
     return {name: statistics.median(turns) for name, turns in seconds.items()}
 
 
 def timed(side: Side, turn: int, device: torch.device, repeats: int = 1) -> float:
-    """Return the mean seconds per call over `repeats` calls, from CUDA events or the wall clock."""
+    """Return the mean seconds per call, from CUDA events or the wall clock."""
     if device.type != "cuda":
         began = time.perf_counter()
         for _ in range(repeats):
@@ -56,7 +56,7 @@ def timed(side: Side, turn: int, device: torch.device, repeats: int = 1) -> floa
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> float:
-    """Return the peak bytes that a call allocates; NaN on the CPU."""
+    """Return a call's peak allocated bytes; NaN on the CPU."""
     if device.type != "cuda":
         return float("nan")
     torch.cuda.synchronize(device)

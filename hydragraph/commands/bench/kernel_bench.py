@@ -15,24 +15,19 @@ from hydragraph.commands.bench.kernel_cases import CASES, KernelCase, KernelSwee
 from hydragraph.errors import Unsupported
 
 ROUNDS = 7
-# Minimum seconds per round, so that launch overhead is negligible
+# Minimum seconds per round, to make launch overhead negligible
 AT_LEAST_S = 0.01
 TOLERANCE = 2e-2
-# Names of implementations that may fail in PyTorch's code
+# Implementations that may fail in PyTorch's code
 FOREIGN = ("compiled", "torch fused")
-# Smallest ratio of speeds that counts as equally fast
+# Minimum ratio of speeds that counts as equally fast
 NOISE = 0.98
 COLUMNS = ("kernel", "size", "side", "ms", "GB/s or TFLOP/s", "% of ceiling", "peak MB")
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One measured implementation.
-
-    Attributes:
-        rate: in GB/s or TFLOP/s.
-        percent: `rate` in percent of the measured ceiling.
-    """
+    """Measured implementation: `rate` in GB/s or TFLOP/s, and in percent of the measured ceiling."""
 
     kernel: str
     size: str
@@ -52,7 +47,7 @@ def bench_kernels(
     """Measure the named kernels; by default, all.
 
     Args:
-        keep: called after every case with the report so far.
+        keep: called with the report after every case.
 
     Raises:
         ValueError: a name is unknown, or a kernel's result is wrong.
@@ -91,11 +86,10 @@ def _left_out(sweep: KernelSweep) -> Iterator[str]:
 
 
 def measure(case: KernelCase, device: torch.device, ceilings: DeviceCeilings) -> tuple[list[KernelRow], list[str]]:
-    """Time a case's implementations in turn, and return rows, and notes on failed implementations."""
     sides, refused = checked(case)
     calls = {name: (lambda turn, call=call: call()) for name, call in sides.items()}
     seconds = alternate(calls, device, ROUNDS, at_least_s=AT_LEAST_S)
-    # rate: bytes or FLOPs per second, depending on what limits the kernel.
+    # rate: bytes or FLOPs per second, whichever limits the kernel.
     ceiling = ceilings.copy_bytes_per_s if case.bound == "memory" else ceilings.product_flops_per_s
     scale = 1e9 if case.bound == "memory" else 1e12
     rows = []
@@ -107,7 +101,7 @@ def measure(case: KernelCase, device: torch.device, ceilings: DeviceCeilings) ->
 
 
 def checked(case: KernelCase) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
-    # The first side is the reference, with which the results of the others must agree.
+    # The first side is the reference for the others' results.
     (first, reference), *others = case.sides.items()
     expected = reference().detach().float().clone()
     sides = {first: reference}

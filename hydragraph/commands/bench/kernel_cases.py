@@ -38,7 +38,7 @@ class KernelCase:
 
 @dataclass(frozen=True)
 class KernelSweep:
-    """Settings of a benchmark. `full` selects the sizes for a GPU."""
+    """Settings of a benchmark; `full` selects the sizes for GPUs."""
 
     device: torch.device
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class KernelSweep:
 
 
 def attention(sweep: KernelSweep) -> Iterator[KernelCase]:
-    """Causal attention, forward and backward. FLOPs exclude the masked half. A backward counts as 2.5 forwards."""
+    """Causal attention; FLOPs exclude the masked half, and a backward counts as 2.5 forwards."""
     small = [(256, 4, 2, 32), (512, 4, 2, 64)]
     full = [(4096, 32, 8, 128), (16384, 32, 8, 128), (32768, 32, 8, 128), (16384, 32, 8, 64)]
     for tokens, heads, kv, size in full if sweep.full else small:
@@ -83,7 +83,7 @@ def _gradient(call: Callable[[], Tensor], inputs: tuple[Tensor, ...], grad: Tens
 
 
 def slice_copies(sweep: KernelSweep) -> Iterator[KernelCase]:
-    """Copies of permuted ranges: with a cast, as in pulls of weights, or with a sum, as in pushes of gradients."""
+    """Copies of permuted ranges, with a cast (pulls of weights) or a sum (pushes of gradients)."""
     for megabytes in (64, 256, 1024) if sweep.full else (1, 4):
         count = megabytes * 2**18
         table = _table(count, sweep.device)
@@ -114,7 +114,7 @@ def _returning(value: Tensor, call: Callable[..., object], *arguments: object) -
 
 
 def adamw_steps(sweep: KernelSweep) -> Iterator[KernelCase]:
-    """AdamW update that also writes a 16-bit copy of the weights: 30 bytes per element."""
+    """AdamW update with a 16-bit copy of the weights: 30 bytes per element."""
     settings = adamw.AdamWSettings(1e-3)
     for megabytes in (64, 256, 1024) if sweep.full else (1, 4):
         count = megabytes * 2**18

@@ -1,4 +1,4 @@
-"""Measurement of pulls and pushes, during a step and without computation."""
+"""Measurement of pulls and pushes, in a step and without computation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """Bytes that a rank sends in pulls or in pushes, and their overlap with computation."""
+    """Bytes that a rank sends in pulls or pushes, and their overlap with computation."""
 
     sent: int
     overlap: Overlap
@@ -40,7 +40,6 @@ class LinkMeasurement:
 def measure_rank(
     model: str, strategies: tuple[Strategy, ...], tokens: int, rounds: int, home: Home | None = None
 ) -> list[dict[Direction, LinkMeasurement]]:
-    """Measure each strategy's pulls and pushes, collectively on all ranks."""
     skeleton = meta_model(model)
     factory = partial(torch.optim.AdamW, lr=1e-4)
     exe = api.compile(skeleton, strategies[0], factory, device="cpu", check="off", home=home)
@@ -53,7 +52,7 @@ def measure_rank(
         for i, strategy in enumerate(strategies):
             sent.clear()
             report = exe.step(sequences, strategy)
-            # This includes gradients that are sent to second owners
+            # Includes gradients sent to second owners
             pushed = sent[Channel.PUSH] + sent[Channel.COMMIT]
             seen[i].append((report, {"pull": sent[Channel.PULL], "push": pushed}))
     results: list[dict[Direction, LinkMeasurement]] = []
@@ -91,7 +90,6 @@ def _count_bytes(exe: Executable) -> Counter[Channel]:
 
 
 def transfers(exe: Executable, strategy: Strategy, direction: Direction) -> Side:
-    """Return a function that pulls or pushes all buckets, without computation."""
     device = exe.world.device
     rank, ranks = exe.rank, exe.ranks
     buffers = Buffers(device, streams_of(device, exe.world.backend, ranks))

@@ -21,12 +21,7 @@ HOME = "home"
 
 @dataclass(frozen=True)
 class Overlap:
-    """Overlap of transfers with computation.
-
-    Attributes:
-        alone_s: seconds of transfers without computation.
-        exposed_s: seconds that transfers add to a step.
-    """
+    """Seconds of transfers without computation (`alone_s`), and seconds that they add to a step (`exposed_s`)."""
 
     alone_s: float
     exposed_s: float
@@ -56,7 +51,7 @@ class Leg:
 def simulated(
     program: Program, leg: Leg, cluster: Cluster, tokens: int, micro_batches: int, home: Home | None = None
 ) -> Overlap:
-    """Simulate a step with and without its pulls (or pushes), and the transfers without computation.
+    """Simulate a step with and without its transfers, and transfers alone.
 
     Args:
         tokens: tokens per micro-batch, all in one sequence.

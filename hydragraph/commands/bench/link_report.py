@@ -38,7 +38,7 @@ def bench_link(options: BenchLinkOptions, tell: Callable[[str], None] = lambda w
     """Report bytes and seconds of a push from one strategy and a pull to another.
 
     Raises:
-        ValueError: a strategy does not fit the model or the cluster, or `source` and `target` are both "home".
+        ValueError: a strategy does not fit the model or cluster, or `source` and `target` are both "home".
     """
     if options.source == options.target == HOME:
         raise ValueError("--from home --to home has no traffic: name a strategy, such as --to '<tp2,pp1>'")

@@ -1,4 +1,4 @@
-"""Benchmark of a training step by hydragraph and by Hugging Face models."""
+"""Benchmark of a training step, compared with Hugging Face models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings of the benchmark, which computes in bf16 on CUDA and in fp32 on the CPU."""
+    """Settings of the benchmark, which computes in bf16 on CUDA and fp32 on the CPU."""
 
     shape: LlamaShape
     tokens: int
@@ -69,7 +69,7 @@ def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what
     """Train a model on one rank with every implementation ("side") in turn.
 
     Raises:
-        ValueError: an implementation's loss or gradient norm differs from that of the eager model on packed batches.
+        ValueError: a loss or gradient norm differs from the eager model's on packed batches.
     """
     ceilings = measure_ceilings(settings.device, settings.dtype)
     tell("building the model and compiling it")
@@ -126,7 +126,7 @@ def _measure(
     first = settings.sequences(0)
     tell("the first step of hydragraph")
     report = exe.step(first)
-    # values: side -> loss and gradient norm of the first step, from equal weights.
+    # values: side -> loss and gradient norm of the first step.
     values = {OURS: (report.loss, report.grad_norm)}
     notes = []
     for name, other in others.items():
@@ -143,7 +143,7 @@ def _measure(
         if name != OURS:
             sides[name] = lambda turn, side=others[name]: side.step(settings.sequences(turn))
     tell("steps of hydragraph and its rivals in turn")
-    # All sides run in turn, so changes of the clock frequency affect all of them.
+    # Sides run in turn, so changes of the clock frequency affect all.
     seconds = alternate(sides, settings.device, settings.rounds)
     peaks = {name: peak_bytes(lambda side=side: side(0), settings.device) for name, side in sides.items()}
     return {n: SideResult(seconds[n], peaks[n] / 1e6, *values[n]) for n in sides}, notes
@@ -204,7 +204,7 @@ def _precision(settings: StepSettings) -> str:
 
 
 def step_targets(sides: Mapping[str, SideResult], flops: float, share: float | None) -> tuple[Target, ...]:
-    """Return the targets for one H200. `share` is the percentage of a step spent in pulls and pushes."""
+    """Return the targets for one H200; `share` is the percentage of a step spent in pulls and pushes."""
     ratio = None
     mfu = None
     if OURS in sides:
