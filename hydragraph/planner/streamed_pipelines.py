@@ -95,6 +95,9 @@ def _balanced(costs: Costs, workload: Workload) -> dict[Strategy, float]:
     For each number of pipelines and degree, the `BALANCED` fastest are returned.
     """
     prices = LayerPrices(costs, [workload.typical.length])
+    # whole: bytes of weights, gradients and optimizer state per byte of weights and gradients
+    whole = 1 + state_bytes(costs) / sum(array.sum() for array in bytes_by_block(costs))
+    sequences = workload.typical.sequences
     # found: (number of pipelines, degree) -> estimated seconds -> strategy; kinds with equal seconds count once
     found: dict[tuple[int, int], dict[float, Strategy]] = {}
     for kind, groups in groups_by_kind(costs):
@@ -104,9 +107,9 @@ def _balanced(costs: Costs, workload: Workload) -> dict[Strategy, float]:
             fast = [group for group, seconds in zip(groups, layer_s, strict=True) if seconds <= slowest]
             for depth in range(2, min(len(fast), costs.outline.layers) + 1):
                 count, idle = divmod(len(fast), depth)
-                if idle and depth < len(fast):
+                if idle:
                     continue
-                estimate_s, strategy = _of_depth(costs, prices, kind, fast, depth, workload.typical.sequences / count)
+                estimate_s, strategy = _of_depth(costs, prices, whole, kind, fast, depth, sequences / count)
                 if strategy is not None:
                     found.setdefault((count, kind.tp), {}).setdefault(estimate_s, strategy)
     return {
@@ -119,6 +122,7 @@ def _balanced(costs: Costs, workload: Workload) -> dict[Strategy, float]:
 def _of_depth(
     costs: Costs,
     prices: LayerPrices,
+    whole: float,
     kind: StageKind,
     groups: Sequence[tuple[int, ...]],
     depth: int,
@@ -131,7 +135,7 @@ def _of_depth(
     longest_s = 0.0
     for first in range(count):
         row = groups[first : depth * count : count]
-        seconds, layers = _layers_by_time(costs, prices, kind, row, each)
+        seconds, layers = _layers_by_time(costs, prices, whole, kind, row, each)
         if not math.isfinite(seconds):
             return math.inf, None
         longest_s = max(longest_s, seconds)
@@ -140,11 +144,14 @@ def _of_depth(
 
 
 def _layers_by_time(
-    costs: Costs, prices: LayerPrices, kind: StageKind, groups: Sequence[tuple[int, ...]], micro_batches: int
+    costs: Costs,
+    prices: LayerPrices,
+    whole: float,
+    kind: StageKind,
+    groups: Sequence[tuple[int, ...]],
+    micro_batches: int,
 ) -> tuple[float, list[int]]:
     """Return a pipeline's seconds and the stages' layers. Each stage holds its layers' state and activations."""
-    # whole: bytes of weights, gradients and optimizer state per byte of weights and gradients
-    whole = 1 + state_bytes(costs) / sum(array.sum() for array in bytes_by_block(costs))
     layer, extra, cap = (np.zeros((len(groups), 1)) for _ in range(3))
     for s, group in enumerate(groups):
         option = _option(prices, group, kind)
@@ -155,7 +162,8 @@ def _layers_by_time(
         flying = min(len(groups) - s, micro_batches)
         outer = whole * (first * option.first_bytes + last * option.last_bytes)
         free = SAFETY * min(map(costs.memory_of, group)) - option.own_bytes - outer
-        cap[s] = max(0, free // (whole * option.state_bytes + flying * option.kept_bytes))
+        each = whole * option.state_bytes + flying * option.kept_bytes
+        cap[s] = min(costs.outline.layers, max(0, free // each)) if each else costs.outline.layers
     sum_s, layers, _ = spread(costs.outline.layers, micro_batches, layer, extra, cap.astype(np.int64))
     slowest_s = float((extra[:, 0] + layer[:, 0] * layers).max())
     return sum_s + (micro_batches - 1) * slowest_s, layers.tolist()
