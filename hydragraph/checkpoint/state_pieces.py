@@ -427,7 +427,7 @@ class PieceFile:
 
 @dataclass(frozen=True, eq=False)
 class PieceCopy:
-    """Copy of one rank's interval of a bucket; `firsts` has the index in it of each parameter's first element."""
+    """Copy of one rank's interval of a bucket; `firsts`: index, in each parameter, of the first copied element."""
 
     piece: StatePiece
     tensors: Mapping[str, Tensor]

@@ -320,7 +320,7 @@ class Profile:
         one, other = ([(s.kind, s.layers) for s in each.stages] for each in (pipeline, regular))
         if one != other or pipeline.interleaved:
             raise self._unsupported(
-                "the constants are of whole schemes (tp, pp), not of blocks",
+                "the profile has constants for whole schemes (tp, pp), not for blocks",
                 remedy="use regular pipelines (<tp2,pp4>), or measure the model with hydragraph profile",
             )
         return self.pipeline(scheme, devices)

@@ -67,7 +67,7 @@ class Pricing:
                 raise ValueError(f"'health' names rank {rank}, but the cluster has ranks 0 to {self.ranks - 1}")
         if not profile.blocks or profile.model_sizes is None:
             raise Unsupported(
-                "the constants are of whole schemes (tp, pp), not of blocks",
+                "the profile has constants for whole schemes (tp, pp), not for blocks",
                 where=f"profile {profile.name}",
                 remedy="measure the model with hydragraph profile, or price it from a datasheet (hydragraph simulate)",
             )

@@ -4,9 +4,9 @@ The graph must be valid for every batch. Each of three proofs covers cases that 
 
 1. The trace must not contain any assumption about sizes.
 2. The graph runs again on the meta device with other sizes. Each value must have the shape that symbolic sizes predict.
-3. The example's sizes are primes that divide no dimension of the graph. A number that is a multiple of a prime, or its
-   inverse or root, comes from the example (`SizeFromExample`) or matches by chance, so the model is captured again with
-   other primes.
+3. The example's sizes are primes that divide no dimension of the graph. If a number is a multiple of such a
+   prime, or the inverse or root of a multiple, it comes from the example (`SizeFromExample`) or matches by chance. The
+   model is then captured again with other primes.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ def _cross_entropy(graph: fx.Graph, model: str) -> fx.Node:
     raise Unsupported(
         f"the loss has {several}",
         where=model,
-        remedy="compile with a loss that, like the default loss, makes exactly one call of "
-        "hydragraph.token_logprobs(outputs, batch), or of cross_entropy with logits [T, V] and the batch's labels",
+        remedy="compile with a loss that calls hydragraph.token_logprobs(outputs, batch) exactly once, "
+        "or cross_entropy exactly once with logits [T, V] and the batch's labels",
     )
 
 

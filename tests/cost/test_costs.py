@@ -347,7 +347,7 @@ def test_what_was_not_measured_is_refused_by_name() -> None:
         Costs(profile(4, "slow"), cluster(2))
     with pytest.raises(ValueError, match="the pipeline has 3"):
         found.pipeline(Pipeline((Stage((0,), 3),)))
-    with pytest.raises(Unsupported, match="constants are of whole schemes"):
+    with pytest.raises(Unsupported, match="constants for whole schemes"):
         Costs(Profile("p", {(1, 1): Constants(1, 1, 1)}, {1: 9}), cluster(1))
     with pytest.raises(ValueError, match="'health' names rank 7"):
         costs(4, cluster(2), hg.Health({7: 2.0}))

@@ -67,7 +67,7 @@ def test_a_measured_scheme_keeps_its_constants() -> None:
 
 
 def test_a_pipeline_that_constants_do_not_cover_is_refused() -> None:
-    with pytest.raises(hg.Unsupported, match="constants are of whole schemes"):
+    with pytest.raises(hg.Unsupported, match="constants for whole schemes"):
         PROFILE.pipeline_of(pipeline((1, 1), (1, 31)), 2)
     with pytest.raises(ValueError, match="measured on a model of 4 layers, but the pipeline has 5"):
         measured().pipeline_of(pipeline((2, 5)), 2)

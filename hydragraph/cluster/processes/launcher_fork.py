@@ -1,7 +1,7 @@
 """Fork server forked from the launcher, which has already imported torch and models.
 
-The launcher must have no GPU and a single thread, because a fork loses other threads, whose locks stay locked. Ranks
-start like a new interpreter, except for imported modules.
+The launcher must not use a GPU and must have only one thread: a fork copies only the calling thread, so locks that
+other threads hold stay locked. Ranks start like a new interpreter, except for imported modules.
 """
 
 from __future__ import annotations

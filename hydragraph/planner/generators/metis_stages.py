@@ -92,7 +92,7 @@ def staged(
 
 
 class TypedDevices:
-    """Running devices in Metis's terms: devices of different rates are of different types."""
+    """The devices that run, as Metis describes them: devices with different rates have different types."""
 
     def __init__(self, costs: Costs) -> None:
         cluster = costs.cluster
