@@ -155,7 +155,7 @@ def compile_graphs(
             late.add(kind)
         else:
             _compile(costs, kind)
-    # The halves take about the same time. If the other process is much slower, compile its half, too.
+    # The halves take about the same time. If the other process is much slower, also compile its half.
     patience = min(until, 2 * time.monotonic() - began)
     for kind in others:
         while helped() and time.monotonic() < patience and not done(kind):
