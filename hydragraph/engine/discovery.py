@@ -105,8 +105,8 @@ def _slowest(reports: Sequence[DeviceReport], node: int, name: str) -> Device:
         for quantity in ("flops_per_s", "half_flops_per_s", "memory_bytes", "memory_bytes_per_s")
     )
     sheet = sheet_of(reports[0].name.replace("-", " "))
-    # A GPU nearly as fast as expected has its datasheet's peak, from which the roofline predicts all sizes of
-    # products. Other speeds count as reached.
+    # A GPU that is nearly as fast as expected gets its datasheet's peak, so that the roofline predicts products of all
+    # sizes. Other devices are assumed to reach their measured speed for all sizes.
     if sheet is not None and half >= ALIKE * sheet.reached * sheet.flops_per_s:
         host = sheet.host_bytes_per_s
         return Device(sheet.flops_per_s, memory, sheet.memory_bytes_per_s, node, name, host_bytes_per_s=host)

@@ -49,7 +49,7 @@ class Executable(Membership):
     """Compiled model on one rank, created by `compile`.
 
     Attributes:
-        strategies: strategies from which steps choose.
+        strategies: strategies that a step may choose.
         given: argument `strategy` of `compile`.
         wanted_home: argument `home` of `compile`.
         measured_seats: seats (initial ranks) of devices in `given_profile`; default: 0, 1, ...
